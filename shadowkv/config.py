@@ -1,0 +1,169 @@
+"""What a user chooses: frozen dataclasses, checked when they are made. Knows no tensor and no model."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from shadowkv.errors import ConfigError
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {low}")
+
+
+@dataclass(frozen=True)
+class FullConfig:
+    """Exact attention over every token; keys and values stay on the device."""
+
+
+@dataclass(frozen=True)
+class LandmarksConfig:
+    """The paper's index: the mean post-RoPE key of every chunk (arXiv 2410.21465, section 4)."""
+
+
+@dataclass(frozen=True)
+class ShadowKVConfig:
+    """Low-rank keys on the device, values on the host, sparse exact attention (arXiv 2410.21465).
+
+    Token settings are rounded up to whole chunks. Defaults are the paper's for a 128K context.
+    """
+
+    rank: int | tuple[int, ...] | None = None
+    """Directions kept of a layer's joint pre-RoPE keys, one number or one per layer. None takes the
+    paper's share (160 of 1024 dimensions), but at least 64. Clipped to the dimensions there are."""
+    chunk_tokens: int = 8
+    """Neighbouring tokens that are selected, fetched and rebuilt together."""
+    budget_tokens: int = 2048
+    """Tokens selected per KV head and step."""
+    outlier_chunks: int = 48
+    """Chunks per KV head that their mean describes worst; exact on the device, always attended. The
+    first ``sink_chunks`` are among them by rule."""
+    sink_chunks: int = 1
+    """Chunks at the start of the sequence that always count as outliers."""
+    local_chunks: int = 4
+    """Chunks at the end of the sequence that stay exact on the device."""
+    recent_chunks: int = 16
+    """Capacity of the recent window (local chunks, the incomplete chunk and newly generated tokens)."""
+    resident_tokens: int | None = None
+    """Size of the resident set per KV head. None makes it the budget: the last step's selection. A
+    larger one is replaced least recently used first."""
+    attend: Literal["selected", "resident"] = "selected"
+    """What a step attends to besides outliers and window: its selection, or everything resident."""
+    fetch_cap_chunks: int | None = None
+    """At most so many chunks per KV head are fetched by one step, best first; None fetches all misses."""
+    reuse: bool = True
+    """Keep resident chunks from step to step. False fetches the whole selection each time."""
+    centre_keys: bool = True
+    """Subtract the prompt's mean key before the decomposition: costs K*D numbers, and a constant
+    direction (a bias of the key projection) takes no rank."""
+    exact_while_fits: bool = True
+    """Attend exactly, without compression, while the whole sequence fits in the exact region."""
+    value_store: Literal["host", "device"] = "host"
+    """Where the values of the context live."""
+    index: LandmarksConfig = LandmarksConfig()
+    """What chunks are ranked by."""
+
+    def __post_init__(self) -> None:
+        ranks = (self.rank,) if isinstance(self.rank, int) else self.rank
+        if isinstance(self.rank, list):
+            raise ConfigError("rank is a list; give one integer or a tuple with one integer per layer")
+        for rank in ranks or ():
+            _at_least("rank", rank, 1)
+        if ranks == ():
+            raise ConfigError("rank is an empty tuple; give one integer or one per layer")
+        for name in ("chunk_tokens", "budget_tokens", "local_chunks", "sink_chunks"):
+            _at_least(name, getattr(self, name), 1 if name in ("chunk_tokens", "budget_tokens") else 0)
+        _at_least("outlier_chunks", self.outlier_chunks, self.sink_chunks)
+        _at_least("recent_chunks", self.recent_chunks, self.local_chunks + 2)
+        if self.resident_tokens is not None:
+            _at_least("resident_tokens", self.resident_tokens, self.budget_tokens)
+        if self.fetch_cap_chunks is not None:
+            _at_least("fetch_cap_chunks", self.fetch_cap_chunks, 1)
+        if not self.reuse and (self.fetch_cap_chunks is not None or self.attend == "resident"):
+            raise ConfigError(
+                "reuse=False fetches every selected chunk in every step; it excludes fetch_cap_chunks "
+                "and attend='resident'"
+            )
+        for name, allowed in (("attend", ("selected", "resident")), ("value_store", ("host", "device"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        if not isinstance(self.index, LandmarksConfig):
+            raise ConfigError(f"index is {self.index!r}; allowed: LandmarksConfig()")
+
+    @property
+    def budget_chunks(self) -> int:
+        return -(-self.budget_tokens // self.chunk_tokens)
+
+    @property
+    def resident_chunks(self) -> int:
+        return -(-(self.resident_tokens or self.budget_tokens) // self.chunk_tokens)
+
+    def describe(self) -> str:
+        """One line: every setting that differs from its default."""
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"shadowkv({', '.join(changed)})"
+
+
+CacheConfig = FullConfig | ShadowKVConfig
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends.
+
+    With ``temperature=0`` decoding is greedy. A request with a ``seed`` gives the same tokens whatever
+    else is in the batch; the i-th of ``n`` samples uses ``seed + i``.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the answer."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    """Log-probabilities of the chosen token and of this many most likely ones; None gives none."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """End tokens are not sampled before this many tokens."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise ConfigError(f"stop is {self.stop!r}; give non-empty strings")
+        _at_least("max_tokens", self.max_tokens, 1)
+        _at_least("n", self.n, 1)
+        _at_least("top_k", self.top_k, 0)
+        _at_least("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+        if self.logprobs is not None:
+            _at_least("logprobs", self.logprobs, 0)
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+            raise ConfigError(f"seed is {self.seed!r}; give an integer or None")
+        for name, low, high in (
+            ("temperature", 0.0, 100.0),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 0.0, 100.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise ConfigError(f"{name} is {value!r}; allowed: {low} to {high}")
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name} is 0; it must be greater than 0")
