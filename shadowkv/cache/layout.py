@@ -1,0 +1,54 @@
+"""Named tensors of one sequence inside its extent. Prices and allocations come from the same list."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowkv.cache.arena import Arena
+from shadowkv.cache.pool import Extent, aligned
+
+
+@dataclass(frozen=True)
+class Region:
+    """One tensor. ``kind`` is the line of the memory plan that its bytes are counted under."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return aligned(math.prod(self.shape) * self.dtype.itemsize)
+
+
+def bytes_by_kind(regions: Sequence[Region]) -> dict[str, int]:
+    kinds: dict[str, int] = {}
+    for region in regions:
+        kinds[region.kind] = kinds.get(region.kind, 0) + region.size_bytes
+    return kinds
+
+
+def total_bytes(regions: Sequence[Region]) -> int:
+    return sum(region.size_bytes for region in regions)
+
+
+def carve(arena: Arena, extent: Extent, regions: Sequence[Region]) -> dict[str, Tensor]:
+    """The regions' tensors, one after the other in the extent."""
+    tensors, offset = {}, 0
+    for region in regions:
+        tensors[region.name] = arena.carve(extent, offset, region.shape, region.dtype)
+        offset += region.size_bytes
+    return tensors
+
+
+def copy_overlap(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    """Copy what both have: tensors of the same name may differ in the length of their axes."""
+    for name, from_tensor in source.items():
+        if name in target:
+            to_tensor = target[name]
+            common = tuple(slice(min(a, b)) for a, b in zip(from_tensor.shape, to_tensor.shape, strict=True))
+            to_tensor[common].copy_(from_tensor[common])
