@@ -11,13 +11,15 @@ forward pass: ``extend`` once (makes room, moves the lengths), and for every lay
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from shadowkv.cache.arena import Arena
-from shadowkv.cache.pool import Extent
-from shadowkv.errors import CapacityError
+from shadowkv.cache.layout import Region, bytes_by_kind, carve, copy_overlap, total_bytes
+from shadowkv.cache.pool import Reservation, release, reserve
+from shadowkv.errors import CapacityError, ConfigError, NumericsError
 from shadowkv.ops.rope import Rope
 
 
@@ -32,10 +34,6 @@ class Geometry:
     dtype: torch.dtype
 
     @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
     def key_dim(self) -> int:
         """Width of all KV heads together, K*D."""
         return self.kv_heads * self.head_dim
@@ -43,7 +41,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Price:
-    """Bytes that one sequence takes, by kind. These are the bytes that ``open`` reserves."""
+    """Bytes that one sequence reserves, by kind. Nothing else is allocated for it."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -87,118 +85,202 @@ View = DenseView | SlotView
 class CacheStats:
     """What a method did for one sequence. Counts are summed over layers, KV heads and steps.
 
-    ``hits`` and ``misses`` count selected chunks; ``fetched_bytes`` crossed from the value store.
-    ``rank`` and ``energy`` (share of the squared norm of the prompt's centred keys) are by layer.
+    ``hits`` and ``misses`` split the selected chunks; ``fetched_bytes`` crossed from the value store.
+    ``rank`` and ``energy`` (share of the squared norm of the compressed keys that the rank keeps) are
+    by layer, and empty while attention is exact.
     """
 
-    attention: str = "exact"
-    steps: int = 0
-    selected_chunks: int = 0
+    method: str
+    attention: str
+    tokens: int
+    device_bytes: int
+    host_bytes: int
     hits: int = 0
     misses: int = 0
+    fetched_chunks: int = 0
     fetched_bytes: int = 0
-    device_bytes: int = 0
-    host_bytes: int = 0
     rank: list[int] = field(default_factory=list)
     energy: list[float] = field(default_factory=list)
 
     @property
+    def selected_chunks(self) -> int:
+        return self.hits + self.misses
+
+    @property
     def hit_rate(self) -> float | None:
-        looked_up = self.hits + self.misses
-        return self.hits / looked_up if looked_up else None
+        return self.hits / self.selected_chunks if self.selected_chunks else None
 
 
 @dataclass(eq=False)
 class CachedSequence:
-    """One sequence's reservation and lengths. Methods subclass it to hang their tensors on."""
+    """One sequence's reservation, tensors and lengths."""
 
     capacity_tokens: int
-    device: Extent
-    host: Extent | None
+    reservation: Reservation
+    price: Price
+    tensors: dict[str, Tensor]
     tokens: int = 0
     released: bool = False
 
 
-class Cache(ABC):
+ConfigT = TypeVar("ConfigT")
+SequenceT = TypeVar("SequenceT", bound=CachedSequence)
+
+
+class Cache(ABC, Generic[ConfigT, SequenceT]):
     """What is remembered of every running sequence, for all layers."""
 
-    name: str
+    name: ClassVar[str]
 
-    def __init__(self, geometry: Geometry, rope: Rope, device: Arena, host: Arena) -> None:
+    def __init__(self, geometry: Geometry, config: ConfigT, rope: Rope, device: Arena, host: Arena) -> None:
+        self.check(geometry, config)
         self.geometry = geometry
+        self.config = config
         self.rope = rope
         self.device_arena = device
         self.host_arena = host
 
+    # Prices: pure arithmetic, so that a plan needs no tensor and no device.
+
+    @classmethod
+    def check(cls, geometry: Geometry, config: ConfigT) -> None:
+        """Raise ConfigError where the settings do not fit the model."""
+
     @classmethod
     @abstractmethod
-    def price(cls, geometry: Geometry, config: object, capacity_tokens: int) -> Price:
-        """Bytes that a sequence of at most ``capacity_tokens`` tokens reserves."""
+    def regions(cls, geometry: Geometry, config: ConfigT, capacity_tokens: int) -> tuple[list[Region], list[Region]]:
+        """The tensors of a sequence of at most ``capacity_tokens`` tokens: on the device, on the host."""
+
+    @classmethod
+    def price(cls, geometry: Geometry, config: ConfigT, capacity_tokens: int) -> Price:
+        """Bytes that :meth:`open` reserves for a sequence of at most ``capacity_tokens`` tokens."""
+        device, host = cls.regions(geometry, config, capacity_tokens)
+        return Price(bytes_by_kind(device), bytes_by_kind(host))
 
     @property
     @abstractmethod
     def append_tokens(self) -> int:
-        """The most tokens that one ``extend`` of a sequence may add."""
+        """The most tokens that one :meth:`extend` may add to a sequence."""
+
+    # The life of a sequence.
+
+    def open(self, capacity_tokens: int, reservation: Reservation | None = None) -> SequenceT:
+        """A new, empty sequence for at most ``capacity_tokens`` tokens.
+
+        Args:
+            reservation: memory that was reserved for it already, of exactly this capacity's price.
+
+        Raises:
+            ConfigError: the capacity is not positive.
+            CapacityError: the memory is not there; nothing has been taken then.
+        """
+        if capacity_tokens < 1:
+            raise ConfigError(f"the capacity is {capacity_tokens} tokens; it must be at least 1")
+        on_device, on_host = self.regions(self.geometry, self.config, capacity_tokens)
+        device_bytes, host_bytes = total_bytes(on_device), total_bytes(on_host)
+        if reservation is None:
+            reservation = reserve(self.device_arena, self.host_arena, device_bytes, host_bytes)
+            if reservation is None:
+                raise CapacityError(
+                    f"a sequence of {capacity_tokens} tokens needs {device_bytes:,} bytes on the device "
+                    f"({self.device_arena.describe_free()}) and {host_bytes:,} on the host "
+                    f"({self.host_arena.describe_free()})"
+                )
+        tensors = carve(self.device_arena, reservation.device, on_device)
+        if reservation.host is not None:
+            tensors |= carve(self.host_arena, reservation.host, on_host)
+        price = self.price(self.geometry, self.config, capacity_tokens)
+        return self._new_sequence(capacity_tokens, reservation, price, tensors)
+
+    def fork(self, seq: SequenceT, capacity_tokens: int, reservation: Reservation | None = None) -> SequenceT:
+        """An independent copy with a reservation of its own.
+
+        Raises:
+            CapacityError: the memory is not there, or the capacity is below the tokens there are.
+        """
+        if capacity_tokens < seq.tokens:
+            raise CapacityError(f"{seq.tokens} tokens do not fit into a copy for {capacity_tokens}")
+        copy = self.open(capacity_tokens, reservation)
+        copy_overlap(seq.tensors, copy.tensors)
+        self._copy_lengths(seq, copy)
+        return copy
+
+    def release(self, seq: SequenceT) -> None:
+        """Give the sequence's memory back at once."""
+        assert not seq.released, "sequence released twice"
+        seq.released = True
+        seq.tensors.clear()
+        release(self.device_arena, self.host_arena, seq.reservation)
 
     @abstractmethod
-    def open(self, capacity_tokens: int) -> CachedSequence:
-        """Reserve memory for a new, empty sequence. Raises CapacityError when it does not fit."""
+    def _new_sequence(
+        self, capacity_tokens: int, reservation: Reservation, price: Price, tensors: dict[str, Tensor]
+    ) -> SequenceT: ...
 
     @abstractmethod
-    def begin_prompt(self, seq: CachedSequence, tokens: int) -> None:
-        """Announce a prompt of ``tokens`` tokens for an empty sequence."""
+    def _copy_lengths(self, source: SequenceT, target: SequenceT) -> None: ...
+
+    # One prompt.
 
     @abstractmethod
-    def take_layer(self, layer: int, seq: CachedSequence, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
-        """Keep one layer of the prompt; the tensors may be freed by the caller afterwards.
+    def begin_prompt(self, seq: SequenceT, tokens: int) -> None:
+        """Announce a prompt of ``tokens`` tokens for an empty sequence.
+
+        Raises:
+            CapacityError: it is longer than the reservation.
+        """
+
+    @abstractmethod
+    def take_layer(self, layer: int, seq: SequenceT, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """Keep one layer of the prompt: keys before and after RoPE, values. They may be freed afterwards.
 
         Raises:
             NumericsError: a key is NaN or infinite; names the layer.
         """
 
+    # New tokens.
+
     @abstractmethod
-    def extend(self, seqs: Seq[CachedSequence], tokens: int, rope_lengths: Seq[int] | None = None) -> None:
-        """Add ``tokens`` positions to each sequence, to be written by ``append`` in every layer.
+    def extend(self, seqs: Seq[SequenceT], tokens: int, rope_lengths: Seq[int] | None = None) -> None:
+        """Add ``tokens`` positions to each sequence, to be written by :meth:`append` in every layer.
 
         Args:
-            rope_lengths: length that decides each sequence's RoPE row, when these tokens are a piece
-                of a longer append; by default the new length.
+            rope_lengths: the length that decides each sequence's RoPE row, when these tokens are a
+                piece of a longer append; by default the new length.
 
         Raises:
             CapacityError: a reservation is too short; nothing has been changed then.
         """
 
     @abstractmethod
-    def append(self, layer: int, seqs: Seq[CachedSequence], k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+    def append(self, layer: int, seqs: Seq[SequenceT], k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         """Write the post-RoPE keys and the values of the positions just added."""
 
     @abstractmethod
-    def view(self, layer: int, seqs: Seq[CachedSequence], q_BNTD: Tensor) -> list[View]:
-        """What these queries (of the last T positions, already appended) may attend to, per sequence."""
+    def view(self, layer: int, seqs: Seq[SequenceT], q_BNTD: Tensor) -> list[View]:
+        """What these queries (the last T positions, already appended) may attend to, per sequence."""
 
     @abstractmethod
-    def fork(self, seq: CachedSequence, capacity_tokens: int) -> CachedSequence:
-        """An independent copy with its own reservation; ``capacity_tokens`` >= ``seq.tokens``."""
+    def stats(self, seq: SequenceT) -> CacheStats:
+        """This sequence's counters (waits for the device)."""
 
-    @abstractmethod
-    def stats(self, seq: CachedSequence) -> CacheStats:
-        """Counters of this sequence (copied; waits for the device)."""
-
-    def release(self, seq: CachedSequence) -> None:
-        """Give the sequence's memory back at once. Releasing twice is an error of the caller."""
-        assert not seq.released, "sequence released twice"
-        seq.released = True
-        self.device_arena.free(seq.device)
-        if seq.host is not None:
-            self.host_arena.free(seq.host)
-
-    def rope_row(self, tokens: int) -> int:
-        return self.rope.row(tokens)
-
-    def _check_room(self, seqs: Seq[CachedSequence], tokens: int) -> None:
+    def _check_room(self, seqs: Seq[SequenceT], tokens: int) -> None:
+        assert 1 <= tokens <= self.append_tokens, "an append is longer than append_tokens"
         for seq in seqs:
             if seq.tokens + tokens > seq.capacity_tokens:
                 raise CapacityError(
                     f"the sequence holds {seq.tokens} of {seq.capacity_tokens} reserved tokens and "
-                    f"{tokens} more were to be added; open or fork it with a larger capacity"
+                    f"{tokens} more were to be added; reserve more when it is opened or forked"
                 )
+
+    def _check_prompt(self, seq: SequenceT, tokens: int) -> None:
+        assert seq.tokens == 0, "a prompt starts an empty sequence"
+        if not 1 <= tokens <= seq.capacity_tokens:
+            raise CapacityError(
+                f"a prompt of {tokens} tokens does not fit a sequence reserved for {seq.capacity_tokens}"
+            )
+
+
+def require_finite(layer: int, k_KSD: Tensor) -> None:
+    if not torch.isfinite(k_KSD).all():
+        raise NumericsError(f"layer {layer}: a key is NaN or infinite; check the checkpoint and the dtype")

@@ -3,8 +3,6 @@
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from shadowkv.errors import CapacityError
-
 ALIGN_BYTES = 256
 """Every extent starts and ends at a multiple of this (the alignment that CUDA allocations have)."""
 
@@ -21,6 +19,14 @@ class Extent:
     @property
     def stop(self) -> int:
         return self.start + self.size
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """All the memory of one sequence, for its whole life."""
+
+    device: Extent
+    host: Extent | None
 
 
 class Extents:
@@ -55,15 +61,11 @@ class Extents:
                 return extent
         return None
 
-    def reserve(self, size_bytes: int, what: str) -> Extent:
-        """As :meth:`allocate`, but raises CapacityError with the figures."""
-        extent = self.allocate(size_bytes)
-        if extent is None:
-            raise CapacityError(
-                f"{what} needs {size_bytes:,} bytes; {self.free_bytes:,} of {self.size_bytes:,} are free, "
-                f"the largest piece has {self.largest_free_bytes:,}"
-            )
-        return extent
+    def describe_free(self) -> str:
+        return (
+            f"{self.free_bytes:,} of {self.size_bytes:,} bytes are free, the largest piece has "
+            f"{self.largest_free_bytes:,}"
+        )
 
     def free(self, extent: Extent) -> None:
         assert extent in self._used, f"{extent} is not allocated"
@@ -75,3 +77,21 @@ class Extents:
         if i > 0 and self._free[i - 1].stop == start:
             start = self._free.pop(i - 1).start
         insort(self._free, Extent(start, stop - start))
+
+
+def reserve(device: Extents, host: Extents, device_bytes: int, host_bytes: int) -> Reservation | None:
+    """Both extents or neither; no host extent when no host byte is needed."""
+    on_device = device.allocate(device_bytes)
+    if on_device is None:
+        return None
+    on_host = host.allocate(host_bytes) if host_bytes else None
+    if host_bytes and on_host is None:
+        device.free(on_device)
+        return None
+    return Reservation(on_device, on_host)
+
+
+def release(device: Extents, host: Extents, reservation: Reservation) -> None:
+    device.free(reservation.device)
+    if reservation.host is not None:
+        host.free(reservation.host)

@@ -1,4 +1,4 @@
-"""Exact attention, of a prompt over itself and of new tokens over what a cache shows them."""
+"""Exact attention: of a prompt over itself, of new tokens over a contiguous run or over slots."""
 
 import math
 
