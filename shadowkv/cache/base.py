@@ -21,6 +21,7 @@ from shadowkv.cache.layout import Region, bytes_by_kind, carve, copy_overlap, to
 from shadowkv.cache.pool import Reservation, release, reserve
 from shadowkv.errors import CapacityError, ConfigError, NumericsError
 from shadowkv.ops.rope import Rope
+from shadowkv.ops.views import View
 
 
 @dataclass(frozen=True)
@@ -53,32 +54,6 @@ class Price:
     @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
-
-
-@dataclass(frozen=True)
-class DenseView:
-    """Attend causally to a contiguous run: the T queries are the last T of the S tokens.
-
-    Shapes: k_KSD, v_KSD.
-    """
-
-    k_KSD: Tensor
-    v_KSD: Tensor
-
-
-@dataclass(frozen=True)
-class SlotView:
-    """Attend to slots in any order; ``allowed_KTE`` says which slot each query may see.
-
-    Shapes: k_KED, v_KED, allowed_KTE (bool).
-    """
-
-    k_KED: Tensor
-    v_KED: Tensor
-    allowed_KTE: Tensor
-
-
-View = DenseView | SlotView
 
 
 @dataclass

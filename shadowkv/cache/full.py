@@ -4,10 +4,11 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from shadowkv.cache.base import Cache, CachedSequence, CacheStats, DenseView, Geometry, Price, View, require_finite
+from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
 from shadowkv.cache.layout import Region
 from shadowkv.cache.pool import Reservation
 from shadowkv.config import FullConfig
+from shadowkv.ops.views import DenseView, View
 
 
 class FullCache(Cache[FullConfig, CachedSequence]):

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shadowkv.errors import ShapeError
+from shadowkv.ops.views import DenseView, View
 
 
 def group_queries(q_NTD: Tensor, kv_heads: int) -> Tensor:
@@ -61,3 +62,10 @@ def slot_attention(q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Ten
     total_KQ1 = weights_KQE.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     out_KQD = weights_KQE @ v_KED.float() / total_KQ1
     return out_KQD.to(q_NTD.dtype).reshape(q_NTD.shape)
+
+
+def decode_attention(q_NTD: Tensor, view: View) -> Tensor:
+    """Attention of one sequence's T new tokens over what its cache shows. Shapes: [N, T, D] to [N, T, D]."""
+    if isinstance(view, DenseView):
+        return dense_attention(q_NTD, view.k_KSD, view.v_KSD)
+    return slot_attention(q_NTD, view.k_KED, view.v_KED, view.allowed_KTE)
