@@ -24,6 +24,6 @@ class Arena(Extents):
     def carve(self, extent: Extent, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over the extent's bytes from ``offset`` (a multiple of the item size) on."""
         size = math.prod(shape) * dtype.itemsize
-        assert 0 <= offset and offset + size <= extent.size, "tensor reaches over its extent"
+        assert offset + size <= extent.size, "tensor reaches over its extent"
         start = extent.start + offset
         return self._bytes[start : start + size].view(dtype).view(shape)

@@ -1,0 +1,286 @@
+"""ShadowKV: low-rank keys and a small exact region on the device, values on the host.
+
+Source: arXiv 2410.21465. A sequence starts *exact*: while all of it fits in the exact region, it is
+attended densely there. When it no longer fits it is *compressed*, once, from the exact keys. From then
+on the exact region holds [outliers | resident chunks | recent window], and the *context* (all complete
+chunks older than the window) is kept as coefficients, index and values, from which a step brings a few
+chunks back into the resident slots.
+
+The recent window is a ring: the token at position p sits in slot p mod W. Whole chunks leave it for the
+context, so generated tokens and later turns stay selectable and the device does not fill up with them.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shadowkv.cache.arena import Arena
+from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
+from shadowkv.cache.index import make_index
+from shadowkv.cache.layout import Region
+from shadowkv.cache.pool import Reservation
+from shadowkv.cache.shadowkv_layout import ExactRegion, ranks, sequence_price, sequence_regions
+from shadowkv.config import ShadowKVConfig
+from shadowkv.errors import ConfigError
+from shadowkv.ops.chunks import choose_outliers, split_chunks
+from shadowkv.ops.lowrank import find_subspace, project, rebuild
+from shadowkv.ops.rope import Rope
+from shadowkv.ops.select import EMPTY, OUTLIER, ResidentSet, chunk_scores, top_chunks, update_resident
+from shadowkv.ops.views import DenseView, SlotView, View
+
+
+@dataclass(eq=False)
+class ShadowSequence(CachedSequence):
+    """``step`` counts extensions, for the LRU stamps; ``context_chunks`` is 0 while it is exact."""
+
+    compressed: bool = False
+    compressed_at_step: int = 0
+    context_chunks: int = 0
+    outliers: int = 0
+    step: int = 0
+    energy: list[Tensor] = field(default_factory=list)
+
+
+class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
+    """The method behind the cache contract, in plain PyTorch operations, one sequence after the other."""
+
+    name = "shadowkv"
+
+    def __init__(self, geometry: Geometry, config: ShadowKVConfig, rope: Rope, device: Arena, host: Arena) -> None:
+        super().__init__(geometry, config, rope, device, host)
+        self.exact = ExactRegion.of(config)
+        self.index = make_index(config.index)
+        self.ranks = ranks(geometry, config)
+
+    @classmethod
+    def check(cls, geometry: Geometry, config: ShadowKVConfig) -> None:
+        if isinstance(config.rank, tuple) and len(config.rank) != geometry.layers:
+            raise ConfigError(
+                f"rank has {len(config.rank)} entries and the model has {geometry.layers} layers; "
+                "give one integer, or one per layer"
+            )
+
+    @classmethod
+    def regions(
+        cls, geometry: Geometry, config: ShadowKVConfig, capacity_tokens: int
+    ) -> tuple[list[Region], list[Region]]:
+        return sequence_regions(geometry, config, capacity_tokens)
+
+    @classmethod
+    def price(cls, geometry: Geometry, config: ShadowKVConfig, capacity_tokens: int) -> Price:
+        return sequence_price(geometry, config, capacity_tokens)
+
+    @property
+    def append_tokens(self) -> int:
+        # After a flush the window keeps local_chunks and at most one incomplete chunk.
+        room = self.exact.window - (self.config.local_chunks + 1) * self.config.chunk_tokens + 1
+        return min(room, self.config.query_block_tokens)
+
+    def _new_sequence(
+        self, capacity_tokens: int, reservation: Reservation, price: Price, tensors: dict[str, Tensor]
+    ) -> ShadowSequence:
+        for name, start in (("resident_ids", EMPTY), ("last_used", EMPTY), ("slot_of_chunk", EMPTY), ("counters", 0)):
+            if name in tensors:
+                tensors[name].fill_(start)
+        return ShadowSequence(capacity_tokens, reservation, price, tensors)
+
+    def _copy_lengths(self, source: ShadowSequence, target: ShadowSequence) -> None:
+        target.tokens, target.step = source.tokens, source.step
+        target.compressed, target.compressed_at_step = source.compressed, source.compressed_at_step
+        target.context_chunks, target.outliers = source.context_chunks, source.outliers
+        target.energy = list(source.energy)
+
+    # Prompt.
+
+    def begin_prompt(self, seq: ShadowSequence, tokens: int) -> None:
+        self._check_prompt(seq, tokens)
+        seq.tokens = tokens
+        seq.tensors["rope_rows"][:tokens] = self.rope.row(tokens)
+        if tokens > self.exact.dense_limit:
+            self._set_context(seq)
+
+    def take_layer(self, layer: int, seq: ShadowSequence, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        require_finite(layer, k_KSD)
+        if seq.compressed:
+            self._compress_layer(layer, seq, k_pre_SKD, k_KSD, v_KSD)
+        else:
+            seq.tensors["exact_k"][layer, :, : seq.tokens] = k_KSD
+            seq.tensors["exact_v"][layer, :, : seq.tokens] = v_KSD
+
+    # New tokens.
+
+    def extend(self, seqs: Seq[ShadowSequence], tokens: int, rope_lengths: Seq[int] | None = None) -> None:
+        self._check_room(seqs, tokens)
+        for i, seq in enumerate(seqs):
+            self._make_room(seq, tokens)
+            length = rope_lengths[i] if rope_lengths is not None else seq.tokens + tokens
+            seq.tensors["rope_rows"][seq.tokens : seq.tokens + tokens] = self.rope.row(length)
+            seq.tokens += tokens
+            seq.step += 1
+
+    def append(self, layer: int, seqs: Seq[ShadowSequence], k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+        for seq, k_KTD, v_KTD in zip(seqs, k_BKTD, v_BKTD, strict=True):
+            positions = self._positions(seq.tokens - k_KTD.shape[1], seq.tokens)
+            slots = self.exact.window_slots(positions) if seq.compressed else positions
+            seq.tensors["exact_k"][layer][:, slots] = k_KTD
+            seq.tensors["exact_v"][layer][:, slots] = v_KTD
+
+    def view(self, layer: int, seqs: Seq[ShadowSequence], q_BNTD: Tensor) -> list[View]:
+        return [self._view_one(layer, seq, q_NTD) for seq, q_NTD in zip(seqs, q_BNTD, strict=True)]
+
+    def _view_one(self, layer: int, seq: ShadowSequence, q_NTD: Tensor) -> View:
+        k_KED, v_KED = seq.tensors["exact_k"][layer], seq.tensors["exact_v"][layer]
+        if not seq.compressed:
+            return DenseView(k_KED[:, : seq.tokens], v_KED[:, : seq.tokens])
+        attended_KP = self._select(layer, seq, q_NTD)
+        kv_heads, tokens = k_KED.shape[0], q_NTD.shape[1]
+        allowed_KTE = torch.zeros(kv_heads, tokens, k_KED.shape[1], dtype=torch.bool, device=k_KED.device)
+        size = self.config.chunk_tokens
+        allowed_KTE[:, :, : seq.outliers * size] = True
+        allowed_KTE[:, :, self.exact.resident] = attended_KP.repeat_interleave(size, dim=1)[:, None]
+        held_W = self.exact.window_positions(seq.tokens, k_KED.device)
+        queries_T = self._positions(seq.tokens - tokens, seq.tokens)
+        seen_TW = (held_W >= seq.context_chunks * size) & (held_W <= queries_T[:, None])
+        allowed_KTE[:, :, self.exact.recent] = seen_TW
+        return SlotView(k_KED, v_KED, allowed_KTE)
+
+    def _select(self, layer: int, seq: ShadowSequence, q_NTD: Tensor) -> Tensor:
+        """Bring the chunks that these queries want into slots: [K, P] bool, the slots to attend to."""
+        config, tensors = self.config, seq.tensors
+        chunks = seq.context_chunks
+        resident = ResidentSet(
+            tensors["resident_ids"][layer], tensors["last_used"][layer], tensors["slot_of_chunk"][layer]
+        )
+        if not config.reuse:
+            resident.clear()
+        selectable_KC = resident.slot_of_chunk_KC[:, :chunks] != OUTLIER
+        logits_KGTC = self.index.logits(layer, tensors, chunks, q_NTD)
+        scores_KC = chunk_scores(logits_KGTC, selectable_KC)
+        # The first selection fills the resident set, so that a cap on fetches has something to refresh.
+        first = seq.step == seq.compressed_at_step + 1
+        fills = first and config.attend == "resident"
+        count = min(config.resident_chunks if fills else config.budget_chunks, chunks - seq.outliers)
+        cap = None if first else config.fetch_cap_chunks
+        chosen_KP = top_chunks(scores_KC, count)
+        fetch, hits = update_resident(resident, chosen_KP, seq.step, cap)
+        self._fetch(layer, seq, fetch.head_M, fetch.chunk_M, fetch.slot_M)
+        tensors["counters"] += torch.stack([hits, chosen_KP.numel() - hits, hits.new_tensor(fetch.head_M.numel())])
+        if config.attend == "resident":
+            return resident.resident_ids_KP >= 0
+        return resident.last_used_KP == seq.step
+
+    def _fetch(self, layer: int, seq: ShadowSequence, head_M: Tensor, chunk_M: Tensor, slot_M: Tensor) -> None:
+        """Rebuild the keys of M chunks and fetch their values, into their resident slots."""
+        if not head_M.numel():
+            return
+        tensors, size = seq.tensors, self.config.chunk_tokens
+        offsets_L = torch.arange(size, device=head_M.device)
+        positions_ML = chunk_M[:, None] * size + offsets_L
+        k_MLD = rebuild(
+            tensors[f"coeff.{layer}"][chunk_M],
+            tensors[f"basis.{layer}"][head_M],
+            tensors[f"mean.{layer}"][head_M],
+        )
+        k_MLD = self.rope.rotate(k_MLD, positions_ML, tensors["rope_rows"][positions_ML])
+        values_KCLD = tensors["values"][layer]
+        at_store = values_KCLD.device
+        v_MLD = values_KCLD[head_M.to(at_store), chunk_M.to(at_store)].to(k_MLD.device)
+        slots_ML = self.exact.resident.start + slot_M[:, None] * size + offsets_L
+        tensors["exact_k"][layer][head_M[:, None], slots_ML] = k_MLD.to(self.geometry.dtype)
+        tensors["exact_v"][layer][head_M[:, None], slots_ML] = v_MLD
+
+    # Compression, and chunks that leave the window.
+
+    def _make_room(self, seq: ShadowSequence, tokens: int) -> None:
+        """So that ``tokens`` more fit into the exact region."""
+        if not seq.compressed:
+            if seq.tokens + tokens <= self.exact.dense_limit:
+                return
+            self._compress(seq)
+        size, first = self.config.chunk_tokens, seq.context_chunks
+        if seq.tokens - first * size + tokens <= self.exact.window:
+            return
+        seq.context_chunks = seq.tokens // size - self.config.local_chunks
+        positions = self._positions(first * size, seq.context_chunks * size)
+        slots = self.exact.window_slots(positions)
+        rows = seq.tensors["rope_rows"][positions]
+        for layer in range(self.geometry.layers):
+            k_KSD = seq.tensors["exact_k"][layer][:, slots]
+            v_KSD = seq.tensors["exact_v"][layer][:, slots]
+            k_pre_SKD = self.rope.unrotate(k_KSD, positions, rows).transpose(0, 1)
+            self._join_context(layer, seq, first, k_pre_SKD, k_KSD, v_KSD)
+
+    def _compress(self, seq: ShadowSequence) -> None:
+        """Turn an exact sequence into a compressed one, from its own exact keys."""
+        self._set_context(seq)
+        positions = self._positions(0, seq.tokens)
+        rows = seq.tensors["rope_rows"][positions]
+        for layer in range(self.geometry.layers):
+            k_KSD = seq.tensors["exact_k"][layer, :, : seq.tokens].clone()
+            v_KSD = seq.tensors["exact_v"][layer, :, : seq.tokens].clone()
+            k_pre_SKD = self.rope.unrotate(k_KSD, positions, rows).transpose(0, 1)
+            self._compress_layer(layer, seq, k_pre_SKD, k_KSD, v_KSD)
+
+    def _set_context(self, seq: ShadowSequence) -> None:
+        seq.compressed, seq.compressed_at_step = True, seq.step
+        seq.context_chunks = max(seq.tokens // self.config.chunk_tokens - self.config.local_chunks, 0)
+        seq.outliers = min(self.config.outlier_chunks, seq.context_chunks)
+
+    def _compress_layer(self, layer: int, seq: ShadowSequence, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        tensors, size = seq.tensors, self.config.chunk_tokens
+        context = seq.context_chunks * size
+        subspace = find_subspace(k_pre_SKD, self.ranks[layer], centre=self.config.centre_keys)
+        tensors[f"basis.{layer}"].copy_(subspace.basis_KDR)
+        tensors[f"mean.{layer}"].copy_(subspace.mean_KD)
+        seq.energy.append(subspace.energy)
+        self._join_context(layer, seq, 0, k_pre_SKD[:context], k_KSD[:, :context], v_KSD[:, :context])
+        self._keep_outliers(layer, seq, k_KSD[:, :context], v_KSD[:, :context])
+        slots = self.exact.window_slots(self._positions(context, seq.tokens))
+        tensors["exact_k"][layer][:, slots] = k_KSD[:, context:]
+        tensors["exact_v"][layer][:, slots] = v_KSD[:, context:]
+
+    def _keep_outliers(self, layer: int, seq: ShadowSequence, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        if not seq.outliers:
+            return
+        tensors, size = seq.tensors, self.config.chunk_tokens
+        k_KCLD, v_KCLD = split_chunks(k_KSD, size), split_chunks(v_KSD, size)
+        ids_KO = choose_outliers(k_KCLD, seq.outliers, self.config.sink_chunks)
+        heads_K1 = torch.arange(ids_KO.shape[0], device=ids_KO.device)[:, None]
+        kept = slice(seq.outliers * size)
+        tensors["exact_k"][layer, :, kept] = k_KCLD[heads_K1, ids_KO].flatten(1, 2)
+        tensors["exact_v"][layer, :, kept] = v_KCLD[heads_K1, ids_KO].flatten(1, 2)
+        tensors["slot_of_chunk"][layer].scatter_(1, ids_KO, OUTLIER)
+
+    def _join_context(
+        self, layer: int, seq: ShadowSequence, first_chunk: int, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor
+    ) -> None:
+        """Coefficients, index and values of whole chunks that are from now on selected, not attended."""
+        tensors, size = seq.tensors, self.config.chunk_tokens
+        k_KCLD, v_KCLD = split_chunks(k_KSD, size), split_chunks(v_KSD, size)
+        chunks = slice(first_chunk, first_chunk + k_KCLD.shape[1])
+        coeff_SR = project(k_pre_SKD, tensors[f"basis.{layer}"], tensors[f"mean.{layer}"])
+        tensors[f"coeff.{layer}"][chunks] = coeff_SR.reshape(-1, size, coeff_SR.shape[1])
+        self.index.write(layer, tensors, first_chunk, k_KCLD)
+        tensors["values"][layer, :, chunks].copy_(v_KCLD)
+
+    def _positions(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop, device=self.device_arena.device)
+
+    def stats(self, seq: ShadowSequence) -> CacheStats:
+        hits, misses, fetched = seq.tensors["counters"].tolist()
+        chunk_bytes = self.config.chunk_tokens * self.geometry.head_dim * self.geometry.dtype.itemsize
+        return CacheStats(
+            method=self.name,
+            attention="sparse" if seq.compressed else "exact",
+            tokens=seq.tokens,
+            device_bytes=seq.price.device_bytes,
+            host_bytes=seq.price.host_bytes,
+            hits=hits,
+            misses=misses,
+            fetched_chunks=fetched,
+            fetched_bytes=fetched * chunk_bytes,
+            rank=list(self.ranks) if seq.compressed else [],
+            energy=torch.stack(seq.energy).tolist() if seq.energy else [],
+        )
