@@ -60,19 +60,23 @@ class ShadowKVConfig:
     """Attend exactly, without compression, while the whole sequence fits in the exact region."""
     value_store: Literal["host", "device"] = "host"
     """Where the values of the context live."""
+    query_block_tokens: int = 32
+    """At most so many appended tokens (a second question, a second turn) share one selection."""
     index: LandmarksConfig = LandmarksConfig()
     """What chunks are ranked by."""
 
     def __post_init__(self) -> None:
         ranks = (self.rank,) if isinstance(self.rank, int) else self.rank
-        if isinstance(self.rank, list):
-            raise ConfigError("rank is a list; give one integer or a tuple with one integer per layer")
+        if not isinstance(ranks, tuple | None):
+            raise ConfigError(f"rank is {self.rank!r}; give one integer or a tuple with one integer per layer")
         for rank in ranks or ():
             _at_least("rank", rank, 1)
         if ranks == ():
             raise ConfigError("rank is an empty tuple; give one integer or one per layer")
-        for name in ("chunk_tokens", "budget_tokens", "local_chunks", "sink_chunks"):
-            _at_least(name, getattr(self, name), 1 if name in ("chunk_tokens", "budget_tokens") else 0)
+        for name in ("chunk_tokens", "budget_tokens", "query_block_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("local_chunks", "sink_chunks"):
+            _at_least(name, getattr(self, name), 0)
         _at_least("outlier_chunks", self.outlier_chunks, self.sink_chunks)
         _at_least("recent_chunks", self.recent_chunks, self.local_chunks + 2)
         if self.resident_tokens is not None:
@@ -137,9 +141,8 @@ class SamplingParams:
     """End tokens are not sampled before this many tokens."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop: object = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigError(f"stop is {self.stop!r}; give non-empty strings")

@@ -88,14 +88,21 @@ class CacheStats:
 
 @dataclass(eq=False)
 class CachedSequence:
-    """One sequence's reservation, tensors and lengths."""
+    """One sequence's memory, tensors and lengths.
 
-    capacity_tokens: int
+    ``owns_memory`` says whether :meth:`Cache.release` gives the reservation back, or whoever made it.
+    """
+
     reservation: Reservation
+    owns_memory: bool
     price: Price
     tensors: dict[str, Tensor]
     tokens: int = 0
     released: bool = False
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.reservation.capacity_tokens
 
 
 ConfigT = TypeVar("ConfigT")
@@ -139,57 +146,64 @@ class Cache(ABC, Generic[ConfigT, SequenceT]):
 
     # The life of a sequence.
 
-    def open(self, capacity_tokens: int, reservation: Reservation | None = None) -> SequenceT:
-        """A new, empty sequence for at most ``capacity_tokens`` tokens.
+    def open(self, capacity: int | Reservation) -> SequenceT:
+        """A new, empty sequence for at most ``capacity`` tokens.
 
         Args:
-            reservation: memory that was reserved for it already, of exactly this capacity's price.
+            capacity: tokens, to reserve memory here and give it back on release; or memory reserved
+                already at :meth:`price`, which stays the caller's.
 
         Raises:
             ConfigError: the capacity is not positive.
             CapacityError: the memory is not there; nothing has been taken then.
         """
-        if capacity_tokens < 1:
-            raise ConfigError(f"the capacity is {capacity_tokens} tokens; it must be at least 1")
-        on_device, on_host = self.regions(self.geometry, self.config, capacity_tokens)
-        device_bytes, host_bytes = total_bytes(on_device), total_bytes(on_host)
-        if reservation is None:
-            reservation = reserve(self.device_arena, self.host_arena, device_bytes, host_bytes)
-            if reservation is None:
-                raise CapacityError(
-                    f"a sequence of {capacity_tokens} tokens needs {device_bytes:,} bytes on the device "
-                    f"({self.device_arena.describe_free()}) and {host_bytes:,} on the host "
-                    f"({self.host_arena.describe_free()})"
-                )
+        tokens = capacity if isinstance(capacity, int) else capacity.capacity_tokens
+        if tokens < 1:
+            raise ConfigError(f"the capacity is {tokens} tokens; it must be at least 1")
+        on_device, on_host = self.regions(self.geometry, self.config, tokens)
+        reservation = self._reserve(tokens, on_device, on_host) if isinstance(capacity, int) else capacity
         tensors = carve(self.device_arena, reservation.device, on_device)
         if reservation.host is not None:
             tensors |= carve(self.host_arena, reservation.host, on_host)
-        price = self.price(self.geometry, self.config, capacity_tokens)
-        return self._new_sequence(capacity_tokens, reservation, price, tensors)
+        price = self.price(self.geometry, self.config, tokens)
+        return self._new_sequence(reservation, isinstance(capacity, int), price, tensors)
 
-    def fork(self, seq: SequenceT, capacity_tokens: int, reservation: Reservation | None = None) -> SequenceT:
-        """An independent copy with a reservation of its own.
+    def _reserve(self, tokens: int, on_device: list[Region], on_host: list[Region]) -> Reservation:
+        device_bytes, host_bytes = total_bytes(on_device), total_bytes(on_host)
+        reservation = reserve(self.device_arena, self.host_arena, tokens, device_bytes, host_bytes)
+        if reservation is None:
+            raise CapacityError(
+                f"a sequence of {tokens} tokens needs {device_bytes:,} bytes on the device "
+                f"({self.device_arena.describe_free()}) and {host_bytes:,} on the host "
+                f"({self.host_arena.describe_free()})"
+            )
+        return reservation
+
+    def fork(self, seq: SequenceT, capacity: int | Reservation) -> SequenceT:
+        """An independent copy; ``capacity`` as for :meth:`open`.
 
         Raises:
             CapacityError: the memory is not there, or the capacity is below the tokens there are.
         """
-        if capacity_tokens < seq.tokens:
-            raise CapacityError(f"{seq.tokens} tokens do not fit into a copy for {capacity_tokens}")
-        copy = self.open(capacity_tokens, reservation)
+        tokens = capacity if isinstance(capacity, int) else capacity.capacity_tokens
+        if tokens < seq.tokens:
+            raise CapacityError(f"{seq.tokens} tokens do not fit into a copy for {tokens}")
+        copy = self.open(capacity)
         copy_overlap(seq.tensors, copy.tensors)
         self._copy_lengths(seq, copy)
         return copy
 
     def release(self, seq: SequenceT) -> None:
-        """Give the sequence's memory back at once."""
+        """Forget the sequence, and give back at once the memory that it owns."""
         assert not seq.released, "sequence released twice"
         seq.released = True
         seq.tensors.clear()
-        release(self.device_arena, self.host_arena, seq.reservation)
+        if seq.owns_memory:
+            release(self.device_arena, self.host_arena, seq.reservation)
 
     @abstractmethod
     def _new_sequence(
-        self, capacity_tokens: int, reservation: Reservation, price: Price, tensors: dict[str, Tensor]
+        self, reservation: Reservation, owns_memory: bool, price: Price, tensors: dict[str, Tensor]
     ) -> SequenceT: ...
 
     @abstractmethod

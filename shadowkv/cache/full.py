@@ -27,9 +27,9 @@ class FullCache(Cache[FullConfig, CachedSequence]):
         return 512  # bounds the [T, S] mask of an appended turn
 
     def _new_sequence(
-        self, capacity_tokens: int, reservation: Reservation, price: Price, tensors: dict[str, Tensor]
+        self, reservation: Reservation, owns_memory: bool, price: Price, tensors: dict[str, Tensor]
     ) -> CachedSequence:
-        return CachedSequence(capacity_tokens, reservation, price, tensors)
+        return CachedSequence(reservation, owns_memory, price, tensors)
 
     def _copy_lengths(self, source: CachedSequence, target: CachedSequence) -> None:
         target.tokens = source.tokens

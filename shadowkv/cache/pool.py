@@ -23,8 +23,9 @@ class Extent:
 
 @dataclass(frozen=True)
 class Reservation:
-    """All the memory of one sequence, for its whole life."""
+    """All the memory of one sequence, for its whole life. ``host`` is None when it keeps nothing there."""
 
+    capacity_tokens: int
     device: Extent
     host: Extent | None
 
@@ -79,7 +80,9 @@ class Extents:
         insort(self._free, Extent(start, stop - start))
 
 
-def reserve(device: Extents, host: Extents, device_bytes: int, host_bytes: int) -> Reservation | None:
+def reserve(
+    device: Extents, host: Extents, capacity_tokens: int, device_bytes: int, host_bytes: int
+) -> Reservation | None:
     """Both extents or neither; no host extent when no host byte is needed."""
     on_device = device.allocate(device_bytes)
     if on_device is None:
@@ -88,10 +91,11 @@ def reserve(device: Extents, host: Extents, device_bytes: int, host_bytes: int) 
     if host_bytes and on_host is None:
         device.free(on_device)
         return None
-    return Reservation(on_device, on_host)
+    return Reservation(capacity_tokens, on_device, on_host)
 
 
 def release(device: Extents, host: Extents, reservation: Reservation) -> None:
+    """Give both extents back."""
     device.free(reservation.device)
     if reservation.host is not None:
         host.free(reservation.host)

@@ -79,12 +79,12 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         return min(room, self.config.query_block_tokens)
 
     def _new_sequence(
-        self, capacity_tokens: int, reservation: Reservation, price: Price, tensors: dict[str, Tensor]
+        self, reservation: Reservation, owns_memory: bool, price: Price, tensors: dict[str, Tensor]
     ) -> ShadowSequence:
         for name, start in (("resident_ids", EMPTY), ("last_used", EMPTY), ("slot_of_chunk", EMPTY), ("counters", 0)):
             if name in tensors:
                 tensors[name].fill_(start)
-        return ShadowSequence(capacity_tokens, reservation, price, tensors)
+        return ShadowSequence(reservation, owns_memory, price, tensors)
 
     def _copy_lengths(self, source: ShadowSequence, target: ShadowSequence) -> None:
         target.tokens, target.step = source.tokens, source.step

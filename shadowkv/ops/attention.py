@@ -52,7 +52,7 @@ def slot_attention(q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Ten
     Shapes: q and the result [N, T, D]; k, v [K, E, D]; allowed [K, T, E] (bool).
     """
     kv_heads = k_KED.shape[0]
-    heads, tokens, dim = q_NTD.shape
+    heads, _, dim = q_NTD.shape
     q_KQD = group_queries(q_NTD, kv_heads).float()
     scores_KQE = q_KQD @ k_KED.float().mT / math.sqrt(dim)
     allowed_KQE = allowed_KTE.repeat(1, heads // kv_heads, 1)

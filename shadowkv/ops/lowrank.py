@@ -45,10 +45,10 @@ def find_subspace(k_pre_SKD: Tensor, rank: int, *, centre: bool) -> Subspace:
     sums = wider(x_SX.dtype)
     mean_X = torch.zeros(kv_heads * dim, dtype=sums, device=x_SX.device)
     if centre:
-        for rows in x_SX.split(SLICE_TOKENS):
+        for rows in torch.split(x_SX, SLICE_TOKENS):
             mean_X += rows.to(sums).sum(0) / tokens
     gram_XX = torch.zeros(kv_heads * dim, kv_heads * dim, dtype=sums, device=x_SX.device)
-    for rows in x_SX.split(SLICE_TOKENS):
+    for rows in torch.split(x_SX, SLICE_TOKENS):
         centred = rows.to(sums) - mean_X
         gram_XX += centred.mT @ centred
     if not torch.isfinite(gram_XX).all():
@@ -67,7 +67,7 @@ def find_subspace(k_pre_SKD: Tensor, rank: int, *, centre: bool) -> Subspace:
 def project(k_pre_SKD: Tensor, basis_KDR: Tensor, mean_KD: Tensor) -> Tensor:
     """Coefficients [S, R] of keys [S, K, D], in the keys' dtype."""
     basis_XR = basis_KDR.flatten(0, 1).float()
-    rows = [(part.float() - mean_KD.float()).flatten(1) @ basis_XR for part in k_pre_SKD.split(SLICE_TOKENS)]
+    rows = [(part.float() - mean_KD.float()).flatten(1) @ basis_XR for part in torch.split(k_pre_SKD, SLICE_TOKENS)]
     return torch.cat(rows).to(k_pre_SKD.dtype)
 
 

@@ -154,7 +154,7 @@ def test_a_row_in_a_batch_equals_the_row_alone(geometry, device, config):
             worlds.append(World.start(cache, lengths[i], lengths[i] + 40))
         for step in range(30):
             inputs = {}
-            for i, world in zip(order, worlds, strict=True):
+            for i in order:
                 torch.manual_seed(1000 * i + step)
                 inputs[i] = _one_step_inputs(geometry, device)
             for i, outputs in zip(order, _step_with(cache, worlds, [inputs[i] for i in order]), strict=True):
