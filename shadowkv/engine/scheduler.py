@@ -210,7 +210,7 @@ class Scheduler:
         device_bytes, host_bytes = self._price(request.capacity_tokens)
         taken: list[Reservation] = []
         for _ in range(request.params.n):
-            reservation = reserve(self.device, self.host, device_bytes, host_bytes)
+            reservation = reserve(self.device, self.host, request.capacity_tokens, device_bytes, host_bytes)
             if reservation is None:
                 for earlier in taken:
                     release(self.device, self.host, earlier)

@@ -125,7 +125,7 @@ def test_samples_of_a_request_are_admitted_together_and_freed_apart() -> None:
     s.add(request("three", 5, 5, n=3))
     (admission,) = owner.step().admit
     assert len({r.device.start for r in admission.reservations}) == 3
-    assert [r.device.size for r in admission.reservations] == [10 * UNIT] * 3
+    assert [(r.capacity_tokens, r.device.size) for r in admission.reservations] == [(10, 10 * UNIT)] * 3
     s.add(request("two", 5, 5, n=2))
     assert not owner.end("three", 1)
     assert owner.step().admit == ()
