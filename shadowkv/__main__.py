@@ -1,0 +1,5 @@
+"""``python -m shadowkv`` is the ``shadowkv`` command."""
+
+from shadowkv.cli.app import main
+
+main()

@@ -1,0 +1,23 @@
+"""The ``shadowkv`` command: one subcommand per file in this folder. Imports no torch until one needs it."""
+
+import typer
+
+from shadowkv.cli.batch import batch
+from shadowkv.cli.demo import demo
+from shadowkv.cli.generate import generate
+from shadowkv.cli.plan import plan
+
+app = typer.Typer(
+    name="shadowkv",
+    help="Long-context generation with low-rank keys on the device and values in host memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (generate, batch, plan, demo):
+    app.command()(command)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

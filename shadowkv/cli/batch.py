@@ -1,0 +1,66 @@
+"""``shadowkv batch``: OpenAI's batch files in and out."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shadowkv.cli.failures import INTERRUPTED
+from shadowkv.cli.loading import MODEL_HELP, LoadSettings, open_llm
+from shadowkv.cli.options import settings_as_flags
+from shadowkv.cli.terminal import Terminal
+from shadowkv.config import CacheConfig
+from shadowkv.errors import ConfigError
+
+
+@settings_as_flags
+def batch(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    requests: Annotated[Path, typer.Argument(help="File with one request a line, in OpenAI's batch format.")],
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File for one result a line, as they finish.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew; by default finished lines stay.")] = False,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Do lines again that ended in errors.")] = False,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="For lines that name no limit; by default 16 for completions, 256 for chat."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")] = False,
+    cache: CacheConfig,
+    load: LoadSettings,
+) -> None:
+    """Answer every line of a file; stops and goes on where it was.
+
+    Results come in the order in which they finish. Run the same command again after an interruption:
+    lines that are in the output are not done twice.
+    """
+    from shadowkv.cli.batch_files import count_lines, open_results
+    from shadowkv.cli.batch_run import BatchRun
+
+    if not requests.is_file():
+        raise ConfigError(f"{requests} is not a file")
+    if output.exists() and os.path.samefile(requests, output):
+        raise ConfigError(f"--output is the input, {requests}; name another file")
+    if overwrite and retry_errors:
+        raise ConfigError("--overwrite does everything anew; leave out --retry-errors")
+    terminal = Terminal(quiet=quiet)
+    total = count_lines(requests)
+    results = open_results(output, overwrite=overwrite, retry_errors=retry_errors)
+    try:
+        if results.known:
+            terminal.note(f"{output}: {len(results.known)} lines are there already")
+        llm = open_llm(model, cache, load, terminal)
+        run = BatchRun(llm, model, results, look_ahead=2 * load.max_batch, default_max_tokens=max_tokens)
+        with terminal.progress() as report:
+            run.work(requests, total, report)
+    except KeyboardInterrupt:
+        terminal.note(f"interrupted; run the same command again to go on from {output}")
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        results.close()
+    for line in run.summary():
+        terminal.note(line)
+    if run.gone:
+        some = ", ".join(sorted(run.gone)[:3])
+        terminal.warn(f"{len(run.gone)} finished custom_ids are not in {requests} any more, among them {some}")
