@@ -8,6 +8,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
+from shadowkv.config import SamplingParams
+
 HOLD_TOKENS = 16
 """A decoder of unknown kind may change its mind about so many tokens; then they are sent as they are."""
 
@@ -161,9 +163,9 @@ class StopMatcher:
 class TextStream:
     """The text of one running sample: tokens in, text out, until a stop string is complete."""
 
-    def __init__(self, pieces: Pieces, stops: Sequence[str] = (), *, include_stop: bool = False) -> None:
+    def __init__(self, pieces: Pieces, params: SamplingParams) -> None:
         self._detokenizer = detokenizer(pieces)
-        self._matcher = StopMatcher(stops, include_stop=include_stop)
+        self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
 
     @property
     def stop_reason(self) -> str | None:

@@ -6,8 +6,8 @@ those ahead of it, and a running one is held up by at most ``max_admit`` prefill
 
 Memory is reserved for a sample's whole life (prompt and every token it may generate) when it is admitted,
 by taking the extents from the ledgers, so nothing dies half-way and fragmentation is seen before it hurts.
-From then on the extents belong to whoever receives the admission: he opens sequences with them, and gives
-them back to the ledgers when he releases the sequences, or keeps them (a context for a second turn).
+What the scheduler took it gives back, sample by sample (:meth:`Scheduler.release`), unless an owner that
+outlives the request, such as a kept context, takes it over (:meth:`Scheduler.detach`).
 """
 
 from collections import deque
@@ -24,10 +24,7 @@ Price = Callable[[int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Admission:
-    """A request to prefill now, with one reservation of ``request.capacity_tokens`` per sample.
-
-    The reservations are the receiver's: every one has to be released by him.
-    """
+    """A request to prefill now, with one reservation of ``request.capacity_tokens`` per sample."""
 
     request: Request
     reservations: tuple[Reservation, ...]
@@ -53,11 +50,12 @@ class Step:
 @dataclass
 class _Running:
     request: Request
+    held: dict[int, Reservation]
     live: set[int]
 
 
 class Scheduler:
-    """The queue and the running batch.
+    """The queue, the running batch, and the memory of what runs.
 
     Args:
         device, host: the ledgers that sequences take memory from. Others may hold extents there too.
@@ -148,7 +146,8 @@ class Scheduler:
             reservations = self._reserve(head)
             if reservations is not None:
                 self._waiting.popleft()
-                self._running[head.id] = _Running(head, set(range(head.params.n)))
+                held = dict(enumerate(reservations))
+                self._running[head.id] = _Running(head, held, set(held))
                 admit.append(Admission(head, reservations))
             elif self._running:
                 break
@@ -157,26 +156,37 @@ class Scheduler:
                 refused.append(Refusal(head, CapacityError(self._held_by_others(head))))
         return Step(tuple(admit), decode, tuple(refused))
 
-    def end_sample(self, request_id: str, index: int) -> bool:
-        """A sample ended and makes room in the batch. Its memory counts as free once its owner released it.
+    def release(self, request_id: str, index: int) -> bool:
+        """A sample ended: it leaves the batch and its memory is free at once, unless it was detached.
+
+        The caller must be done with the memory: the next :meth:`schedule` may give it away.
 
         Returns:
             Whether it was the request's last one; the request has left the scheduler then.
         """
         entry = self._running[request_id]
         entry.live.remove(index)
+        if index in entry.held:
+            release(self.device, self.host, entry.held.pop(index))
         if not entry.live:
             del self._running[request_id]
         return not entry.live
 
+    def detach(self, request_id: str, index: int) -> Reservation:
+        """Hand a running sample's memory to the caller, who frees it from now on. The sample still runs."""
+        return self._running[request_id].held.pop(index)
+
     def finish(self, request_id: str) -> Request:
-        """A running request ended with all samples that were left."""
-        return self._running.pop(request_id).request
+        """A running request ended: all samples that were left are released."""
+        entry = self._running[request_id]
+        for index in sorted(entry.live):
+            self.release(request_id, index)
+        return entry.request
 
     def cancel(self, request_id: str) -> Request | None:
         """Take out a waiting or running request; None when it has left already (it may just have ended).
 
-        The memory of a running one is still its owner's to release.
+        As with :meth:`release`, the caller must be done with the memory of a running one.
         """
         if request_id in self._running:
             return self.finish(request_id)

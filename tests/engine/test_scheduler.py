@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shadowkv
-from shadowkv.cache.pool import ALIGN_BYTES, Extent, Extents, Reservation, release
+from shadowkv.cache.pool import ALIGN_BYTES, Extent, Extents, release
 from shadowkv.config import SamplingParams
 from shadowkv.engine.request import Request
 from shadowkv.engine.scheduler import Scheduler, Step
@@ -31,36 +31,6 @@ def scheduler(device: int, host: int = 1000, max_batch: int = 8, max_admit: int 
     return Scheduler(Extents(device * UNIT), Extents(host * UNIT), price, max_batch, max_admit)
 
 
-class Owner:
-    """Stands for the engine: owns the memory of what was admitted, and ends samples as they are told."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.held: dict[tuple[str, int], Reservation] = {}
-
-    def step(self) -> Step:
-        step = self.scheduler.schedule()
-        for admission in step.admit:
-            assert len(admission.reservations) == admission.request.params.n
-            self.held.update({(admission.request.id, i): r for i, r in enumerate(admission.reservations)})
-        return step
-
-    def admit(self) -> list[str]:
-        return admitted(self.step())
-
-    def end(self, id: str, index: int) -> bool:
-        release(self.scheduler.device, self.scheduler.host, self.held.pop((id, index)))
-        return self.scheduler.end_sample(id, index)
-
-    def drop(self, id: str) -> None:
-        for key in [key for key in self.held if key[0] == id]:
-            release(self.scheduler.device, self.scheduler.host, self.held.pop(key))
-
-    def finish(self, id: str) -> None:
-        self.drop(id)
-        self.scheduler.finish(id)
-
-
 def admitted(step: Step) -> list[str]:
     return [admission.request.id for admission in step.admit]
 
@@ -74,93 +44,86 @@ def keep(ledger: Extents, units: int) -> Extent:
 
 def test_three_requests_in_a_pool_for_two() -> None:
     s = scheduler(device=20, host=10)
-    owner = Owner(s)
     for id in "abc":
         s.add(request(id, prompt=4, generate=6))
-    assert owner.admit() == ["a"]
-    assert owner.admit() == ["b"]
+    assert admitted(s.schedule()) == ["a"]
+    assert admitted(s.schedule()) == ["b"]
     for _ in range(6):
-        step = owner.step()
+        step = s.schedule()
         assert (admitted(step), step.refused) == ([], ())
         assert [(r.id, i) for r, i in step.decode] == [("a", 0), ("b", 0)]
     assert s.device.free_bytes == s.host.free_bytes == 0
-    assert owner.end("a", 0)
-    step = owner.step()
+    assert s.release("a", 0)
+    step = s.schedule()
     assert admitted(step) == ["c"]
     assert [r.id for r, _ in step.decode] == ["b"]
-    owner.finish("b")
-    owner.finish("c")
+    s.finish("b")
+    s.finish("c")
     assert s.idle
     assert s.device.used_bytes == s.host.used_bytes == 0
 
 
 def test_short_host_memory_alone_makes_a_request_wait_and_costs_no_device_memory() -> None:
     s = scheduler(device=100, host=5)
-    owner = Owner(s)
     s.add(request("a", 4, 4))
     s.add(request("b", 4, 4))
-    assert owner.admit() == ["a"]
+    assert admitted(s.schedule()) == ["a"]
     used = s.device.used_bytes
     assert not s.head_fits()
-    assert owner.admit() == []
+    assert admitted(s.schedule()) == []
     assert s.device.used_bytes == used
 
 
 def test_nobody_overtakes_a_large_head() -> None:
     s = scheduler(device=20)
-    owner = Owner(s)
     s.add(request("a", 5, 5))
     s.add(request("large", 10, 10))
     s.add(request("small"))
-    assert [owner.admit() for _ in range(3)] == [["a"], [], []]
-    owner.finish("a")
-    assert [owner.admit() for _ in range(2)] == [["large"], []]
-    owner.finish("large")
-    assert owner.admit() == ["small"]
+    assert [admitted(s.schedule()) for _ in range(3)] == [["a"], [], []]
+    s.finish("a")
+    assert [admitted(s.schedule()) for _ in range(2)] == [["large"], []]
+    s.finish("large")
+    assert admitted(s.schedule()) == ["small"]
 
 
 def test_samples_of_a_request_are_admitted_together_and_freed_apart() -> None:
     s = scheduler(device=30, max_batch=4)
-    owner = Owner(s)
     s.add(request("three", 5, 5, n=3))
-    (admission,) = owner.step().admit
+    (admission,) = s.schedule().admit
     assert len({r.device.start for r in admission.reservations}) == 3
     assert [(r.capacity_tokens, r.device.size) for r in admission.reservations] == [(10, 10 * UNIT)] * 3
     s.add(request("two", 5, 5, n=2))
-    assert not owner.end("three", 1)
-    assert owner.step().admit == ()
-    assert not owner.end("three", 0)
-    step = owner.step()
+    assert not s.release("three", 1)
+    assert s.schedule().admit == ()
+    assert not s.release("three", 0)
+    step = s.schedule()
     assert admitted(step) == ["two"]
     assert [(r.id, i) for r, i in step.decode] == [("three", 2)]
-    assert owner.end("three", 2)
+    assert s.release("three", 2)
     assert "three" not in s
 
 
 def test_batch_is_counted_in_samples() -> None:
     s = scheduler(device=1000, max_batch=3, max_admit=9)
-    owner = Owner(s)
     s.add(request("a", n=2))
     s.add(request("b", n=2))
     s.add(request("c"))
-    assert owner.admit() == ["a"]
-    owner.end("a", 0)
-    assert owner.admit() == ["b"]
+    assert admitted(s.schedule()) == ["a"]
+    s.release("a", 0)
+    assert admitted(s.schedule()) == ["b"]
     with pytest.raises(CapacityError, match="n is 4 samples, and at most 3"):
         s.add(request("d", n=4))
 
 
 def test_max_admit_bounds_the_prefills_of_a_step() -> None:
     s = scheduler(device=1000, max_admit=2)
-    owner = Owner(s)
     for id in "abcde":
         s.add(request(id))
-    assert [owner.admit() for _ in range(3)] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [admitted(s.schedule()) for _ in range(3)] == [["a", "b"], ["c", "d"], ["e"]]
 
 
 def test_what_can_never_fit_is_refused_at_once_with_the_figures() -> None:
     s = scheduler(device=40, host=10)
-    owner = Owner(s)
     with pytest.raises(CapacityError) as refusal:
         s.add(request("a", prompt=30, generate=5))
     text = str(refusal.value)
@@ -169,7 +132,7 @@ def test_what_can_never_fit_is_refused_at_once_with_the_figures() -> None:
     assert "21 tokens" in text
     assert s.idle
     s.add(request("b", prompt=16, generate=5))
-    assert owner.admit() == ["b"]
+    assert admitted(s.schedule()) == ["b"]
 
 
 @given(device=st.integers(0, 60), host=st.integers(0, 30), n=st.integers(1, 4))
@@ -181,89 +144,87 @@ def test_longest_tokens_is_the_largest_that_add_takes(device: int, host: int, n:
 
 def test_memory_held_by_others_refuses_instead_of_waiting_for_ever() -> None:
     s = scheduler(device=20)
-    owner = Owner(s)
     kept = keep(s.device, 12)
     s.add(request("large", 5, 5))
     s.add(request("small", 3, 3))
     assert not s.head_fits()
-    step = owner.step()
+    step = s.schedule()
     (refusal,) = step.refused
     assert refusal.request.id == "large"
     assert f"{10 * UNIT:,}" in str(refusal.error)
     assert f"{8 * UNIT:,}" in str(refusal.error)
     assert admitted(step) == ["small"]
-    owner.finish("small")
+    s.finish("small")
     assert s.idle
     s.device.free(kept)
 
 
 def test_memory_held_by_others_is_waited_for_while_something_runs() -> None:
     s = scheduler(device=20)
-    owner = Owner(s)
     s.add(request("a", 5, 5))
-    owner.step()
+    s.schedule()
     kept = keep(s.device, 5)
     s.add(request("b", 5, 5))
-    assert owner.step() == Step(decode=owner.step().decode)
+    assert s.schedule() == Step(decode=s.schedule().decode)
     s.device.free(kept)
     assert s.head_fits()
-    assert owner.admit() == ["b"]
+    assert admitted(s.schedule()) == ["b"]
 
 
 def test_fragments_are_not_mistaken_for_room() -> None:
     s = scheduler(device=30, max_admit=3)
-    owner = Owner(s)
     for id in "abc":
         s.add(request(id, 5, 5))
-    owner.step()
-    owner.finish("a")
-    owner.finish("c")
+    s.schedule()
+    s.finish("a")
+    s.finish("c")
     s.add(request("d", 10, 10))
     assert s.device.free_bytes == 20 * UNIT
-    assert owner.step().admit == ()
-    owner.finish("b")
-    assert owner.admit() == ["d"]
+    assert s.schedule().admit == ()
+    s.finish("b")
+    assert admitted(s.schedule()) == ["d"]
 
 
-def test_memory_of_an_ended_sample_is_its_owners() -> None:
-    s = scheduler(device=20)
-    s.add(request("a", 5, 5))
-    (admission,) = s.schedule().admit
-    assert s.end_sample("a", 0)
+def test_detached_memory_is_the_callers() -> None:
+    s = scheduler(device=30)
+    s.add(request("a", 5, 5, n=2))
+    s.schedule()
+    kept = s.detach("a", 1)
+    assert s.running_samples == 2
+    assert not s.release("a", 1)
+    assert s.device.used_bytes == 20 * UNIT
+    s.finish("a")
     assert s.idle
     assert s.device.used_bytes == 10 * UNIT
-    s.add(request("b", 10, 5))
+    s.add(request("b", 20, 5))
     assert not s.head_fits()
-    release(s.device, s.host, admission.reservations[0])
+    release(s.device, s.host, kept)
     assert s.head_fits()
     assert admitted(s.schedule()) == ["b"]
 
 
 def test_cancel_waiting_running_and_gone() -> None:
     s = scheduler(device=20)
-    owner = Owner(s)
     a, b = request("a", 10, 10), request("b", 10, 10)
     s.add(a)
     s.add(b)
-    owner.step()
+    s.schedule()
     assert s.cancel("b") is b
     assert s.cancel("a") is a
     assert s.cancel("a") is None
     assert s.idle
-    owner.drop("a")
     assert s.device.used_bytes == 0
 
 
 def test_an_id_is_unique_while_it_is_here() -> None:
     s = scheduler(device=20)
-    owner = Owner(s)
     s.add(request("a"))
     with pytest.raises(RequestError, match="'a'"):
         s.add(request("a"))
-    owner.step()
+    s.schedule()
     with pytest.raises(RequestError, match="'a'"):
         s.add(request("a"))
-    owner.finish("a")
+    s.finish("a")
     s.add(request("a"))
 
 
@@ -318,7 +279,6 @@ def test_against_brute_force(world: tuple[int, int, int, int, dict[int, list[Job
     """Every step is predicted by replaying the rule from scratch on a bitmap of memory units."""
     device, host, max_batch, max_admit, arrivals = world
     s = scheduler(device, host, max_batch, max_admit)
-    owner = Owner(s)
     queue: list[Job] = []
     batch: dict[tuple[str, int], int] = {}  # running sample -> steps left
     memory: dict[tuple[str, int], tuple[range, range]] = {}
@@ -368,7 +328,6 @@ def test_against_brute_force(world: tuple[int, int, int, int, dict[int, list[Job
             if job.cancel_at == now:
                 here = id in accepted and id not in left
                 assert (s.cancel(id) is job.request) == here
-                owner.drop(id)
                 if job in queue:
                     queue.remove(job)
                     left.append(id)
@@ -384,7 +343,7 @@ def test_against_brute_force(world: tuple[int, int, int, int, dict[int, list[Job
             expected_admit.append(job.request.id)
             batch.update({(job.request.id, i): steps for i, steps in enumerate(job.steps)})
 
-        step = owner.step()
+        step = s.schedule()
         assert admitted(step) == expected_admit
         assert [(r.id, i) for r, i in step.decode] == expected_decode
         assert step.refused == ()
@@ -406,7 +365,7 @@ def test_against_brute_force(world: tuple[int, int, int, int, dict[int, list[Job
             batch[id, index] -= 1
             if batch[id, index] == 0:
                 leave(id, index)
-                assert owner.end(id, index) == (id in left)
+                assert s.release(id, index) == (id in left)
         if now > 30 and s.idle:
             break
 
