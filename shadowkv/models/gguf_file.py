@@ -2,7 +2,8 @@
 
 The header is parsed here and not by gguf.GGUFReader, for two reasons: it must be readable from a file
 that ends after it (to plan memory before fetching gigabytes), and the vocabulary is stepped over, which
-takes 15 ms instead of the 2 s that making Python objects of 49,152 tokens does. Knows no model: ``gguf_config`` says what the keys mean.
+takes 15 ms instead of the 2 s that making Python objects of 49,152 tokens does. What the keys mean is
+``gguf_config``'s business.
 
 Source: the GGUF specification, github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """

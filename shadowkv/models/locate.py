@@ -24,6 +24,13 @@ class ModelFiles:
     adapter: Path | None = None
     """Directory of a LoRA adapter that is merged into the weights."""
 
+    @property
+    def path(self) -> Path:
+        """The directory or the file."""
+        path = self.directory or self.gguf
+        assert path is not None
+        return path
+
     def __post_init__(self) -> None:
         assert (self.directory is None) != (self.gguf is None), "a model is a directory or a GGUF file"
 
