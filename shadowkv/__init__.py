@@ -1,0 +1,47 @@
+"""ShadowKV: long-context inference with low-rank keys on the device and values in host memory.
+
+Importing this package touches no GPU and loads no library until a model is opened.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from shadowkv.config import FullConfig, LandmarksConfig, SamplingParams, ShadowKVConfig
+from shadowkv.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    NumericsError,
+    RequestError,
+    ShadowKVError,
+    ShapeError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from shadowkv.llm import LLM, Context
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "Context",
+    "FullConfig",
+    "LandmarksConfig",
+    "NumericsError",
+    "RequestError",
+    "SamplingParams",
+    "ShadowKVConfig",
+    "ShadowKVError",
+    "ShapeError",
+    "UnsupportedModelError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LLM", "Context"):
+        from shadowkv import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'shadowkv' has no attribute {name!r}")

@@ -56,7 +56,7 @@ class ExactRegion:
 
     def window_slots(self, positions: Tensor) -> Tensor:
         """The slots of tokens in the window's ring, by their positions."""
-        return torch.remainder(positions, self.window) + self.recent.start
+        return positions % self.window + (self.outlier + self.resident_size)
 
     def window_positions(self, tokens: int, device: torch.device) -> Tensor:
         """The latest position below ``tokens`` that each slot of the ring may hold, [W] (may be negative)."""

@@ -55,7 +55,7 @@ class Tokenizer:
         Raises:
             CheckpointError: the files are missing or damaged.
         """
-        path = Path(path)
+        path = Path(path).absolute()
         if path.is_file():
             return cls(*_from_gguf(path))
         if not path.is_dir():
@@ -71,21 +71,34 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._backend.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the leading tokens that the model wants (BOS), once.
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text.
 
-        An empty text gives no tokens at all.
+        An empty text gives no tokens at all. Special tokens that the text spells out are recognised.
+
+        Args:
+            special: put the leading tokens before it that the model wants (BOS), unless they are there.
 
         Raises:
             RequestError: not a string, or one that is not valid Unicode.
         """
-        ids = self._encode(text)
-        if not ids or ids[: len(self._prefix)] == self._prefix:
+        if not isinstance(text, str):
+            raise RequestError(f"a prompt is text; this one is of type {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text holds half of a surrogate pair at character {error.start}") from None
+        ids = list(self._backend.encode(text, add_special_tokens=False, verbose=False))
+        if not special or not ids or ids[: len(self._prefix)] == self._prefix:
             return ids
         return self._prefix + ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation by the model's chat template, which writes BOS itself if there is one.
+        """Token ids of a conversation: those of :meth:`render_chat`, which holds BOS if there is one."""
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt), special=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """A conversation as the model's chat template writes it.
 
         Raises:
             RequestError: a message is malformed, or the template is missing or refuses the conversation.
@@ -102,7 +115,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program of the model's author: it may raise anything
             raise RequestError(f"the model's chat template refuses the messages: {error}") from error
-        return self._encode(text)
+        return str(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens; special ones have none."""
@@ -143,15 +156,6 @@ class Tokenizer:
             known = 0 <= token_id < 1 << 32
             self._spelling[token_id] = self._backend.convert_ids_to_tokens(token_id) if known else None
         return self._spelling[token_id]
-
-    def _encode(self, text: str) -> list[int]:
-        if not isinstance(text, str):
-            raise RequestError(f"a prompt is text; this one is of type {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the text holds half of a surrogate pair at character {error.start}") from None
-        return list(self._backend.encode(text, add_special_tokens=False, verbose=False))
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -274,8 +278,8 @@ def _from_gguf(path: Path) -> tuple[Any, set[int]]:
             return _read_cached(cached)
         except (CheckpointError, OSError, ValueError):
             shutil.rmtree(cached, ignore_errors=True)
-    backend = _pretrained(path.parent, path.name)
     pre, ends = _gguf_fields(path)
+    backend = _pretrained(path.parent, path.name)
     if pre in SINGLE_DIGITS:
         from tokenizers import pre_tokenizers
 
@@ -289,12 +293,11 @@ def _from_gguf(path: Path) -> tuple[Any, set[int]]:
 
 def _gguf_fields(path: Path) -> tuple[str | None, set[int]]:
     """The kind of pre-tokenizer and the end tokens that the file's metadata names."""
-    from gguf import GGUFReader
+    from shadowkv.models.gguf_file import GgufFile
 
-    fields = GGUFReader(path).fields
-    pre = fields.get("tokenizer.ggml.pre")
-    found = [fields.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
-    return None if pre is None else str(pre.contents()), {int(f.contents()) for f in found if f is not None}
+    metadata = GgufFile(path).metadata
+    named = (metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS)
+    return metadata.get("tokenizer.ggml.pre"), {int(token_id) for token_id in named if token_id is not None}
 
 
 def _cache_entry(path: Path) -> Path | None:

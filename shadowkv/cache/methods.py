@@ -1,0 +1,19 @@
+"""Which class implements which config: the one place that knows all methods."""
+
+from typing import Any
+
+from shadowkv.cache.base import Cache
+from shadowkv.cache.full import FullCache
+from shadowkv.cache.shadowkv import ShadowKVCache
+from shadowkv.config import CacheConfig, FullConfig, ShadowKVConfig
+from shadowkv.errors import ConfigError
+
+METHODS: dict[type, type[Cache[Any, Any]]] = {FullConfig: FullCache, ShadowKVConfig: ShadowKVCache}
+
+
+def method_of(config: CacheConfig) -> type[Cache[Any, Any]]:
+    """The method is chosen by the type of its config."""
+    if type(config) not in METHODS:
+        known = ", ".join(kind.__name__ for kind in METHODS)
+        raise ConfigError(f"cache is {config!r}; give an instance of {known}")
+    return METHODS[type(config)]

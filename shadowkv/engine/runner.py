@@ -1,0 +1,72 @@
+"""Runs the decoder over the cache: a prompt, an append of any length, one step of a batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shadowkv.cache.base import Cache, CachedSequence
+from shadowkv.cache.pool import Reservation
+from shadowkv.models.decoder import Decoder
+
+Progress = Callable[[int, int], None]
+"""Called with tokens done and tokens in all."""
+
+
+class Runner:
+    """Eager execution. Token ids in, logits of the last position out, in float32."""
+
+    def __init__(self, decoder: Decoder, cache: Cache[Any, Any]) -> None:
+        self.decoder = decoder
+        self.cache = cache
+
+    @torch.inference_mode()
+    def prefill(
+        self, capacity: int | Reservation, token_ids: Sequence[int], progress: Progress | None = None
+    ) -> tuple[CachedSequence, Tensor]:
+        """A new sequence that holds these tokens, and the logits [V] after the last.
+
+        On an error the sequence is released before it is raised.
+        """
+        seq = self.cache.open(capacity)
+        try:
+            layers = self.decoder.spec.layers
+            on_layer = None
+            if progress is not None:
+                report, tokens = progress, len(token_ids)
+
+                def on_layer(done: int, total: int = layers) -> None:
+                    report(tokens * done // total, tokens)
+
+            hidden_1M = self.decoder.prefill(self._tensor(token_ids), self.cache, seq, progress=on_layer)
+            return seq, self.decoder.logits(hidden_1M)[-1]
+        except BaseException:
+            self.cache.release(seq)
+            raise
+
+    @torch.inference_mode()
+    def append(self, seq: CachedSequence, token_ids: Sequence[int], progress: Progress | None = None) -> Tensor:
+        """Add tokens to one sequence, in blocks as long as its cache takes; the logits [V] after the last."""
+        total, block = seq.tokens + len(token_ids), self.cache.append_tokens
+        hidden_1TM = None
+        for start in range(0, len(token_ids), block):
+            part = self._tensor(token_ids[start : start + block])
+            hidden_1TM = self.decoder.forward(part[None], self.cache, [seq], rope_lengths=[total])
+            if progress is not None:
+                progress(min(start + block, len(token_ids)), len(token_ids))
+        assert hidden_1TM is not None, "nothing to append"
+        return self.decoder.logits(hidden_1TM[0, -1:])[0]
+
+    @torch.inference_mode()
+    def decode(self, seqs: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:
+        """One token for each sequence: logits [B, V]."""
+        hidden_B1M = self.decoder.forward(self._tensor(token_ids)[:, None], self.cache, seqs)
+        return self.decoder.logits(hidden_B1M[:, 0])
+
+    def must_recompute(self, tokens_before: int, tokens_after: int) -> bool:
+        """Whether growing a sequence makes its cached keys stale (longrope: see ``ops.rope``)."""
+        return self.decoder.rope.must_recompute(tokens_before, tokens_after)
+
+    def _tensor(self, token_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(list(token_ids), dtype=torch.long, device=self.decoder.device)

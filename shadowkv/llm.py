@@ -1,0 +1,441 @@
+"""The front door: a model, a cache method and memory become something that answers prompts."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from shadowkv.cache.arena import Arena
+from shadowkv.cache.methods import method_of
+from shadowkv.config import CacheConfig, SamplingParams, ShadowKVConfig
+from shadowkv.engine.engine import Engine, KeptContext
+from shadowkv.engine.memory import Memory, find_memory
+from shadowkv.engine.plan import Plan, make_plan, require_fit
+from shadowkv.engine.request import Request, RequestOutput, StreamChunk
+from shadowkv.engine.runner import Runner
+from shadowkv.engine.scheduler import Scheduler
+from shadowkv.engine.tokenizer import Tokenizer
+from shadowkv.errors import ConfigError, RequestError
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.load import load_decoder, load_spec, resolve_dtype
+from shadowkv.models.locate import locate
+from shadowkv.models.spec import ModelSpec
+
+Prompt = str | Sequence[int]
+"""Text, which is tokenised with the model's special tokens, or token ids, which are taken as they are."""
+Message = Mapping[str, object]
+Progress = Callable[[str, int, int], None]
+"""Told the name of a stage, what is done of it, and all there is."""
+
+SMALLEST_CONTEXT_TOKENS = 256
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LLM:
+    """A model that is ready to answer.
+
+    Args:
+        model: directory in Hugging Face layout, GGUF file, or a known name (see ``models.locate``).
+        cache: the method and its settings; its type chooses the method.
+        adapter: directory of a LoRA adapter in peft's format.
+        device: "auto" is the first GPU if there is one, else the CPU.
+        dtype: "auto" is the checkpoint's own on a GPU and float32 on a CPU.
+        device_memory_bytes: for weights, activations and caches; by default most of what is free.
+        host_memory_bytes: for values; by default most of what is free.
+        max_context_tokens: longest prompt plus answer; by default the most that the model takes and the
+            memory holds.
+        max_batch: sequences that run at the same time, at most.
+        progress: told how loading and prefills go.
+
+    Raises:
+        CapacityError: the plan does not fit; nothing has been allocated then.
+        CheckpointError, UnsupportedModelError: the model cannot be loaded.
+        ConfigError: a setting is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        cache: CacheConfig | None = None,
+        adapter: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        device_memory_bytes: int | None = None,
+        host_memory_bytes: int | None = None,
+        max_context_tokens: int | None = None,
+        max_batch: int = 64,
+        progress: Progress | None = None,
+    ) -> None:
+        config = cache if cache is not None else ShadowKVConfig()
+        files = locate(model, adapter)
+        spec = load_spec(files)
+        where = find_device(device)
+        chosen_dtype = resolve_dtype(spec, where, parse_dtype(dtype))
+        memory = find_memory(where, device_memory_bytes, host_memory_bytes)
+        plan = _plan(spec, config, chosen_dtype, memory, max_context_tokens, max_batch)
+        tokenizer = Tokenizer.load(files.path)
+        on_weights = _stage(progress, "loading weights")
+        decoder = load_decoder(files, device=where, dtype=chosen_dtype, progress=on_weights)
+        self._build(decoder, tokenizer, config, plan, progress)
+
+    def _build(
+        self, decoder: Decoder, tokenizer: Tokenizer, config: CacheConfig, plan: Plan, progress: Progress | None
+    ) -> None:
+        self.plan = plan
+        self.config = config
+        self.tokenizer = tokenizer
+        self.decoder = decoder
+        self._progress = progress
+        self._ids = itertools.count()
+        self._finished: dict[str, RequestOutput] = {}
+        geometry, method = self.spec.geometry(decoder.dtype), method_of(config)
+        device, host = _arenas(plan, decoder.device)
+        cache = method(geometry, config, decoder.rope, device, host)
+
+        def price(capacity_tokens: int) -> tuple[int, int]:
+            bytes_of = method.price(geometry, config, capacity_tokens)
+            return bytes_of.device_bytes, bytes_of.host_bytes
+
+        self.engine = Engine(
+            Runner(decoder, cache),
+            tokenizer,
+            Scheduler(device, host, price, max_batch=plan.batch),
+            max_context_tokens=self.max_context_tokens,
+            end_token_ids=tokenizer.end_token_ids,
+        )
+
+    def with_cache(self, cache: CacheConfig) -> "LLM":
+        """The same loaded model under another method, with memory of its own beside this one's.
+
+        Raises:
+            CapacityError: the memory that is free now does not suffice.
+        """
+        memory = find_memory(self.decoder.device, None, None)
+        weights = self.plan.weight_bytes  # are there already, and are counted by the plan once more
+        memory = Memory(memory.device_bytes + weights, memory.host_bytes, memory.shared)
+        plan = _plan(self.spec, cache, self.decoder.dtype, memory, self.max_context_tokens, self.plan.batch)
+        other = LLM.__new__(LLM)
+        other._build(self.decoder, self.tokenizer, cache, plan, self._progress)
+        return other
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The longest prompt plus answer that is served."""
+        return self.plan.context_tokens + self.plan.output_tokens
+
+    # All at once.
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or several together; the outputs are in the order of the prompts.
+
+        Raises:
+            RequestError, CapacityError: a prompt cannot be served; none has been started then.
+        """
+        with self._reporting(progress):
+            return self._run([self.tokenize(prompt) for prompt in _as_list(prompts)], params)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several together, through the model's chat template."""
+        conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        with self._reporting(progress):
+            return self._run([self.tokenizer.encode_chat(c) for c in conversations], params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Answer one prompt piece by piece. A stream that is closed early cancels its request."""
+        request_id = self.submit(prompt, params)
+        return self._stream(request_id)
+
+    def context(self, prompt: Prompt, *, progress: Progress | None = None) -> "Context":
+        """Prefill a text once, to ask several questions of it.
+
+        Raises:
+            RequestError: empty, too long, or an unknown token.
+            CapacityError: the memory is not there.
+        """
+        with self._reporting(progress):
+            return Context(self, self.engine.keep(tuple(self.tokenize(prompt))))
+
+    # A step at a time.
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        """Queue a request for :meth:`step`; its id.
+
+        Raises:
+            RequestError: empty, too long, an unknown token, or an id that is in use.
+            CapacityError: it would not fit even alone.
+        """
+        return self._submit(self.tokenize(prompt), params or SamplingParams(), request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the requests that ended with it."""
+        outputs = self.engine.step().outputs
+        for request_id in list(self._finished):
+            outputs.append(self._finished.pop(request_id))
+        return outputs
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request now. Whether it was there."""
+        return self.engine.cancel(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are waiting, running, or ended and not yet reported by :meth:`step`."""
+        return self.engine.has_work or bool(self._finished)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """A prompt's token ids.
+
+        Raises:
+            RequestError: neither text nor token ids.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
+            raise RequestError(f"a prompt is text or a sequence of token ids; got {type(prompt).__name__}")
+        return list(prompt)
+
+    def _submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        context: KeptContext | None = None,
+        keep: bool = False,
+    ) -> str:
+        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        reused = len(context.token_ids) if context is not None else 0
+        request = Request(name, token_ids, params, arrival=time.monotonic(), reused_tokens=reused)
+        self.engine.submit(request, context, keep=keep)
+        return name
+
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts and {len(params)} sampling settings; give one for each, or one")
+        ids: list[str] = []
+        try:
+            for prompt, own in zip(prompts, params, strict=True):
+                ids.append(self._submit(prompt, own))
+            return self._wait(ids)
+        except BaseException:
+            self._abandon(ids)
+            raise
+
+    @contextmanager
+    def _reporting(self, progress: Progress | None) -> Iterator[None]:
+        """Tell ``progress``, or whoever was given when the model was opened, how this call goes."""
+        usual = self._progress
+        self._progress = progress or usual
+        self.engine.on_prefill = _stage(self._progress, "prefill")
+        try:
+            yield
+        finally:
+            self._progress = usual
+            self.engine.on_prefill = None
+
+    def _wait(self, ids: Sequence[str]) -> list[RequestOutput]:
+        """Step until these requests have ended; others that end meanwhile are kept for :meth:`step`."""
+        mine: dict[str, RequestOutput] = {}
+        while len(mine) < len(ids):
+            for output in self.engine.step().outputs:
+                (mine if output.request_id in ids else self._finished)[output.request_id] = output
+            if self._progress is not None:
+                self._progress("requests", len(mine), len(ids))
+        return [mine[request_id] for request_id in ids]
+
+    def _stream(self, request_id: str) -> Iterator[StreamChunk]:
+        params_n = self.engine.samples_of(request_id)
+        ended = 0
+        try:
+            while ended < params_n:
+                result = self.engine.step()
+                for output in result.outputs:
+                    if output.request_id != request_id:
+                        self._finished[output.request_id] = output
+                for chunk in result.chunks:
+                    if chunk.request_id == request_id:
+                        ended += chunk.finished is not None
+                        yield chunk
+        finally:
+            if ended < params_n:
+                self._abandon([request_id])
+
+    def _abandon(self, ids: Sequence[str]) -> None:
+        """Cancel requests whose caller has gone, and forget their outputs."""
+        for request_id in ids:
+            if self.engine.cancel(request_id):
+                self.engine.forget(request_id)
+
+
+class Context:
+    """A prefilled text that any number of questions can be asked of. Made by :meth:`LLM.context`.
+
+    Every question runs on a copy, so questions do not see each other, unless ``keep=True`` makes the
+    context go on with the question and its answer (a conversation).
+    """
+
+    def __init__(self, llm: LLM, kept: KeptContext) -> None:
+        self._llm = llm
+        self._kept = kept
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self._kept.token_ids + self._kept.pending
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it holds."""
+        return len(self.token_ids)
+
+    def generate(
+        self,
+        questions: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        keep: bool = False,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one question or several together.
+
+        Args:
+            keep: go on from this (single) question and its answer.
+
+        Raises:
+            RequestError: empty, too long, or the context was released.
+        """
+        asked = _as_list(questions)
+        if keep and (len(asked) != 1 or (params is not None and params.n != 1)):
+            raise RequestError("keep goes on from one answer: ask one question with n=1")
+        ids: list[str] = []
+        try:
+            for question in asked:
+                ids.append(self._submit(question, params, keep))
+            with self._llm._reporting(progress):
+                return self._llm._wait(ids)
+        except BaseException:
+            self._llm._abandon(ids)
+            raise
+
+    def stream(
+        self, question: Prompt, params: SamplingParams | None = None, *, keep: bool = False
+    ) -> Iterator[StreamChunk]:
+        """Answer one question piece by piece."""
+        if keep and params is not None and params.n != 1:
+            raise RequestError("keep goes on from one answer: ask with n=1")
+        return self._llm._stream(self._submit(question, params, keep))
+
+    def release(self) -> None:
+        """Give the memory back. A second time does nothing."""
+        self._llm.engine.drop(self._kept)
+
+    def __enter__(self) -> "Context":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _submit(self, question: Prompt, params: SamplingParams | None, keep: bool) -> str:
+        if self._kept.seq is None:
+            raise RequestError("the context was released")
+        llm = self._llm
+        ids = llm.tokenizer.encode(question, special=False) if isinstance(question, str) else llm.tokenize(question)
+        if not ids:
+            raise RequestError("the question has no tokens; give at least one")
+        return llm._submit([*self.token_ids, *ids], params or SamplingParams(), context=self._kept, keep=keep)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name; "auto" is the first GPU if there is one, else the CPU.
+
+    Raises:
+        ConfigError: no such device on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:0, ...") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:0, ...")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r}; this machine has {torch.cuda.device_count()} GPUs that torch can use")
+    return device
+
+
+def parse_dtype(name: str) -> torch.dtype | Literal["auto"]:
+    """The dtype of a name.
+
+    Raises:
+        ConfigError: it is none of those that models run in.
+    """
+    if name == "auto":
+        return "auto"
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; allowed: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _plan(
+    spec: ModelSpec,
+    config: CacheConfig,
+    dtype: torch.dtype,
+    memory: Memory,
+    max_context_tokens: int | None,
+    max_batch: int,
+) -> Plan:
+    """The plan for the context that was asked for, or for the longest that fits, halving from the model's."""
+    if max_batch < 1:
+        raise ConfigError(f"max_batch is {max_batch}; it must be at least 1")
+    context = max_context_tokens if max_context_tokens is not None else spec.context_tokens
+    while True:
+        plan = make_plan(
+            spec, config, dtype=dtype, context_tokens=context, output_tokens=0, memory=memory, max_batch=max_batch
+        )
+        if plan.batch or max_context_tokens is not None or context // 2 < SMALLEST_CONTEXT_TOKENS:
+            require_fit(plan)
+            return plan
+        context //= 2
+
+
+def _arenas(plan: Plan, device: torch.device) -> tuple[Arena, Arena]:
+    """Memory for as many of the longest sequences as the plan has."""
+    on_device = plan.batch * plan.chosen.sequence_device_bytes
+    on_host = plan.batch * plan.chosen.sequence_host_bytes
+    return Arena(on_device, device), Arena(on_host, "cpu", pinned=device.type == "cuda" and on_host > 0)
+
+
+def _stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(name, done, total)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
