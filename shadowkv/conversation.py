@@ -1,4 +1,4 @@
-"""Chat templates to token ids, whole or cut in two so that one prefilled context serves many questions."""
+"""A prompt cut in two, chat template and all, so that one prefilled context serves many questions."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def chat_ids(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, str]]) -> list[int]:
     """The tokens of a conversation, up to where the answer begins."""
-    return tokenizer.encode(tokenizer.render_chat(messages), special=False)
+    return tokenizer.encode_chat(messages)
 
 
 @dataclass(frozen=True)

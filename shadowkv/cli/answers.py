@@ -10,7 +10,7 @@ import typer
 from shadowkv.cli.parse import format_bytes, format_seconds
 from shadowkv.cli.terminal import Terminal
 from shadowkv.config import CacheConfig, SamplingParams
-from shadowkv.conversation import chat_ids, split_prompt
+from shadowkv.conversation import split_prompt
 from shadowkv.engine.request import Completion, FinishReason, RequestOutput, StreamChunk
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ class Answers:
     def to_prompt(self, prompt: str, *, chat: bool) -> None:
         """One prompt."""
         tokenizer = self._llm.tokenizer
-        ids = chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+        ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
         if self._streams():
             self._show_stream(self._llm.stream(ids, self._sampling))
             return
-        with self._terminal.progress() as report:
-            (output,) = self._llm.generate([ids], self._sampling, progress=report)
+        with self._terminal.progress():
+            (output,) = self._llm.generate([ids], self._sampling)
         self._keep(output, {"prompt": prompt})
 
     def about_context(self, text: str, questions: list[str], *, chat: bool) -> None:
@@ -47,8 +47,8 @@ class Answers:
         tokenizer = self._llm.tokenizer
         split = split_prompt(tokenizer, text, chat=chat)
         started = time.monotonic()
-        with self._terminal.progress() as report:
-            context = self._llm.context(split.head_ids, progress=report)
+        with self._terminal.progress():
+            context = self._llm.context(split.head_ids)
         with context:
             seconds = time.monotonic() - started
             self._context = {"tokens": context.tokens, "seconds": seconds}

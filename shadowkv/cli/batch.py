@@ -26,7 +26,7 @@ def batch(
         int | None,
         typer.Option(min=1, help="For lines that name no limit; by default 16 for completions, 256 for chat."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no notes.")] = False,
     cache: CacheConfig,
     load: LoadSettings,
 ) -> None:
@@ -52,8 +52,8 @@ def batch(
             terminal.note(f"{output}: {len(results.known)} lines are there already")
         llm = open_llm(model, cache, load, terminal)
         run = BatchRun(llm, model, results, look_ahead=2 * load.max_batch, default_max_tokens=max_tokens)
-        with terminal.progress() as report:
-            run.work(requests, total, report)
+        with terminal.counter("requests", total) as count:
+            run.work(requests, count)
     except KeyboardInterrupt:
         terminal.note(f"interrupted; run the same command again to go on from {output}")
         raise typer.Exit(INTERRUPTED) from None

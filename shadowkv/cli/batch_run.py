@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from shadowkv.cli.batch_files import Envelope, Results, read_envelopes
 from shadowkv.cli.parse import format_seconds
-from shadowkv.cli.terminal import Report
-from shadowkv.conversation import chat_ids
+from shadowkv.cli.terminal import Count
 from shadowkv.engine.request import FinishReason, RequestOutput
 from shadowkv.errors import ShadowKVError
 from shadowkv.protocol import BodyError, Json, completion_object, error_object
@@ -49,7 +48,7 @@ class BatchRun:
         self.prompt_tokens = self.generated_tokens = 0
         self.gone: set[str] = set()
 
-    def work(self, requests: Path, total: int, report: Report) -> None:
+    def work(self, requests: Path, count: Count) -> None:
         """Do every line that the results do not hold yet."""
         self._started = time.monotonic()
         unseen = set(self._results.known)
@@ -68,7 +67,7 @@ class BatchRun:
                     self._take(envelope)
             for output in self._llm.step() if self._jobs else []:
                 self._collect(output)
-            report(self._title(), self.skipped + self.done + self.failed, total)
+            count(self.skipped + self.done + self.failed, self._rate())
 
     def summary(self) -> list[str]:
         """What was done, for people."""
@@ -79,9 +78,9 @@ class BatchRun:
             f"in {format_seconds(seconds)} ({self.generated_tokens / max(seconds, 1e-9):.1f} generated tokens/s)",
         ]
 
-    def _title(self) -> str:
+    def _rate(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        return f"requests ({(self.prompt_tokens + self.generated_tokens) / seconds:.0f} tokens/s)"
+        return f"{(self.prompt_tokens + self.generated_tokens) / seconds:,.0f} tokens/s with prompts"
 
     def _take(self, envelope: Envelope) -> None:
         """Give a line's prompts to the engine; a line that it refuses is an error line at once."""
@@ -104,7 +103,7 @@ class BatchRun:
         work = envelope.work
         assert work is not None
         if work.api == "chat":
-            prompts: tuple[str | tuple[int, ...], ...] = (tuple(chat_ids(self._llm.tokenizer, work.messages)),)
+            prompts: tuple[str | tuple[int, ...], ...] = (tuple(self._llm.tokenizer.encode_chat(work.messages)),)
         else:
             prompts = work.prompts
         for prompt in prompts:

@@ -43,9 +43,9 @@ def demo(
 
     split = prepare(llm.tokenizer, length)
     terminal.note(f"text: {len(split.head_ids):,} tokens of the Python language reference")
-    with terminal.progress() as report:
-        full = run_method(llm, "full attention", split, report)
-        shadow = run_method(llm.with_cache(cache), "ShadowKV", split, report)
+    with terminal.progress():
+        full = run_method(llm, "full attention", split, terminal.report)
+        shadow = run_method(llm.with_cache(cache), "ShadowKV", split, terminal.report)
     share, missed = agreement(full, shadow), lost(full, shadow)
     if json:
         whole = {"model": model, "settings": cache.describe(), "agreement": share, "missed": missed}

@@ -23,7 +23,7 @@ def generate(
         str | None, typer.Option(help="File with a long text, computed once for all questions; - is standard input.")
     ] = None,
     question: Annotated[
-        list[str] | None, typer.Option("--question", "-q", help="A question about --context; repeatable.")
+        list[str] | None, typer.Option("--question", help="A question about --context; repeatable.")
     ] = None,
     chat: Annotated[
         bool | None,

@@ -39,7 +39,7 @@ def open_llm(model: str, cache: CacheConfig, load: LoadSettings, terminal: Termi
     """Load a model and say what was planned for it."""
     from shadowkv.llm import LLM
 
-    with terminal.progress() as report:
+    with terminal.progress():
         llm = LLM(
             model,
             cache=cache,
@@ -50,7 +50,7 @@ def open_llm(model: str, cache: CacheConfig, load: LoadSettings, terminal: Termi
             host_memory_bytes=load.host_memory_bytes,
             max_context_tokens=load.max_context_tokens,
             max_batch=load.max_batch,
-            progress=report,
+            progress=terminal.report,
         )
     for line in llm.plan.lines():
         terminal.note(line)

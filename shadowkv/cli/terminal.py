@@ -8,8 +8,12 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeftColumn
 
+from shadowkv.cli.parse import format_seconds
+
 Report = Callable[[str, int, int], None]
 """Progress of a stage: its name, done, total."""
+Count = Callable[[int, str], None]
+"""Progress of a known amount of work: how much is done, and a remark."""
 
 _LINE_EVERY_SECONDS = 10.0
 
@@ -20,6 +24,7 @@ class Terminal:
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+        self._shown: Report | None = None
 
     def note(self, text: str) -> None:
         """One line for the person who waits."""
@@ -30,19 +35,43 @@ class Terminal:
         """One line that is said even when quiet."""
         self._console.print(f"warning: {text}")
 
+    def report(self, stage: str, done: int, total: int) -> None:
+        """What a model is given as its ``progress``: seen only inside :meth:`progress`."""
+        if self._shown is not None:
+            self._shown(stage, done, total)
+
     @contextlib.contextmanager
-    def progress(self) -> Iterator[Report]:
-        """Show the stages of a long call; give what is yielded as its ``progress``."""
+    def progress(self) -> Iterator[None]:
+        """Show what is reported meanwhile."""
+        if self.quiet:
+            yield
+            return
+        try:
+            if self._console.is_terminal:
+                with self._bars(TextColumn("{task.description}")) as bars:
+                    self._shown = _Bars(bars).report
+                    yield
+            else:
+                self._shown = _Lines(self.note).report
+                yield
+        finally:
+            self._shown = None
+
+    @contextlib.contextmanager
+    def counter(self, name: str, total: int) -> Iterator[Count]:
+        """Show how far one long piece of work is, with the time that it will still take."""
         if self.quiet:
             yield _unseen
         elif self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            with Progress(
-                *columns, TimeElapsedColumn(), TimeLeftColumn(), console=self._console, transient=True
-            ) as bars:
-                yield _Bars(bars).report
+            with self._bars(TextColumn("{task.description}"), TextColumn("{task.fields[remark]}")) as bars:
+                task = bars.add_task(name, total=total, remark="")
+                yield lambda done, remark: bars.update(task, completed=done, remark=remark)
         else:
-            yield _Lines(self.note).report
+            yield _Countdown(self.note, name, total).count
+
+    def _bars(self, *columns: TextColumn) -> Progress:
+        times = (TimeElapsedColumn(), TimeLeftColumn())
+        return Progress(*columns, BarColumn(), MofNCompleteColumn(), *times, console=self._console, transient=True)
 
 
 def show(renderable: RenderableType) -> None:
@@ -53,7 +82,7 @@ def show(renderable: RenderableType) -> None:
     console.print(renderable)
 
 
-def _unseen(stage: str, done: int, total: int) -> None:
+def _unseen(done: int, remark: str) -> None:
     """Progress that nobody watches."""
 
 
@@ -67,7 +96,7 @@ class _Bars:
     def report(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total)
-        self._bars.update(self._tasks[stage], completed=done, total=total, description=stage)
+        self._bars.update(self._tasks[stage], completed=done, total=total)
 
 
 class _Lines:
@@ -82,8 +111,30 @@ class _Lines:
         now = time.monotonic()
         started = self._started.setdefault(stage, now)
         if done >= total:
-            self._note(f"{stage}: {total} of {total} in {now - started:.1f} s")
+            self._note(f"{stage}: {total} of {total} in {format_seconds(now - started)}")
             del self._started[stage]
         elif now - self._said.get(stage, started) >= _LINE_EVERY_SECONDS:
             self._said[stage] = now
             self._note(f"{stage}: {done} of {total}")
+
+
+class _Countdown:
+    """A line now and then, with the time left."""
+
+    def __init__(self, note: Callable[[str], None], name: str, total: int) -> None:
+        self._note = note
+        self._name = name
+        self._total = total
+        self._first: int | None = None
+        self._started = self._said = time.monotonic()
+
+    def count(self, done: int, remark: str) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = done
+        if now - self._said < _LINE_EVERY_SECONDS and done < self._total:
+            return
+        self._said = now
+        fresh = done - self._first
+        left = format_seconds((now - self._started) / fresh * (self._total - done)) if fresh else "unknown time"
+        self._note(f"{self._name}: {done} of {self._total}, {remark}, {left} left")

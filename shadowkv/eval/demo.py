@@ -156,7 +156,7 @@ def run_method(llm: "LLM", method: str, split: SplitPrompt, report: Report) -> M
     answers: list[Answer] = []
     completions: list[Completion] = []
     steps, decode_seconds = 0, 0.0
-    with llm.context(split.head_ids, progress=report) as context:
+    with llm.context(split.head_ids) as context:
         prefill_seconds = time.monotonic() - started
         for done, fact in enumerate(FACTS):
             report(f"{method}: questions", done, len(FACTS))

@@ -1,0 +1,67 @@
+"""``shadowkv plan`` reads a config and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1048576,
+    "rope_theta": 3580165449.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    return tmp_path
+
+
+def test_the_papers_settings(run: Run, model: Path) -> None:
+    result = run("plan", model, "--context", "128k", "--rank", 160, "--gpu-bandwidth", "2TB/s", "--hit-rate", 0.6)
+    assert result.exit_code == 0, result.output
+    assert "7.08 by the paper's formula, 6.26 in true bytes" in result.stdout
+    assert "equivalent bandwidth: 7.16 TB/s" in result.stdout
+    for kind in (
+        "weights",
+        "activations",
+        "coefficients",
+        "bases",
+        "landmarks",
+        "outliers",
+        "resident chunks",
+        "values",
+    ):
+        assert kind in result.stdout
+    assert "limited by" in result.stdout
+
+
+def test_json(run: Run, model: Path) -> None:
+    result = run("plan", model, "--json", "--method", "full", "--gpu-memory", "24GiB", "--output-tokens", "2k")
+    plan = json.loads(result.stdout)
+    assert plan["memory"]["device_bytes"] == 24 << 30
+    assert plan["context_tokens"] + plan["output_tokens"] == 131072
+    assert plan["chosen"]["method"] == plan["full"]["method"] == "full"
+    assert plan["chosen"]["sequence_device_bytes"] == 131072 * 2 * 1024 * 32 * 2
+
+
+def test_refusals(run: Run, model: Path, tmp_path: Path) -> None:
+    result = run("plan", model, "--context", "2M")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "2,098,176 tokens together" in result.stderr
+    assert run("plan", tmp_path / "nothing").exit_code == 1
+    assert run("plan", model, "--dtype", "int4").exit_code == 2
