@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.load import load_decoder
+from shadowkv.models.locate import locate
 from tests.models.tiny_models import (
     all_logits,
     assert_as_exact,
@@ -18,11 +23,6 @@ from tests.models.tiny_models import (
     save,
     tiny_model,
 )
-from transformers import PreTrainedModel
-
-from shadowkv.models.decoder import Decoder
-from shadowkv.models.load import load_decoder
-from shadowkv.models.locate import locate
 
 LLAMA3 = {
     "rope_type": "llama3",
