@@ -211,9 +211,9 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
+        if not isinstance(prompt, Sequence):
             raise RequestError(f"a prompt is text or a sequence of token ids; got {type(prompt).__name__}")
-        return list(prompt)
+        return [*prompt]
 
     def _submit(
         self,

@@ -365,5 +365,5 @@ class Engine:
         if not token_ids:
             raise RequestError("the prompt has no tokens; give at least one")
         for token in token_ids:
-            if not isinstance(token, int) or not 0 <= token < vocab:
+            if type(token) is not int or not 0 <= token < vocab:
                 raise RequestError(f"the prompt holds the token id {token!r}; the model has ids 0 to {vocab - 1}")

@@ -5,6 +5,7 @@ shapes that a prefill holds at its peak.
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -170,7 +171,7 @@ def make_plan(
     weights = spec.weight_bytes(dtype)
     activations = activation_bytes(spec, dtype, context_tokens, max_batch or 1)
 
-    def plan_method(method: type[Cache], method_config: CacheConfig) -> MethodPlan:
+    def plan_method(method: type[Cache[Any, Any]], method_config: CacheConfig) -> MethodPlan:
         method.check(geometry, method_config)
         price = method.price(geometry, method_config, capacity)
         fits, limit = largest_batch(memory, weights + activations, price)
