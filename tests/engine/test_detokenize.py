@@ -1,5 +1,7 @@
 """Pieces of text: together the whole, never a part of a character, never a part of a stop string."""
 
+import itertools
+import random
 import time
 
 import pytest
@@ -138,6 +140,17 @@ def test_stops_equal_the_oracle_and_leak_nothing(cuts: list[str], stops: list[st
             assert held == "" or any(stop.startswith(held) for stop in stops), "text is held without need"
     assert sent + matcher.flush() == expected
     assert matcher.stop_reason == reason
+
+
+def test_every_repetitive_stop_is_found() -> None:
+    """Stops that overlap themselves are where a matcher that falls back too far misses one."""
+    draw = random.Random(0)
+    stops = ["".join(letters) for size in range(1, 7) for letters in itertools.product("ab", repeat=size)]
+    for stop in stops:
+        for _ in range(30):
+            text = "".join(draw.choices("ab", k=14))
+            matcher = StopMatcher([stop])
+            assert (matcher.push(text) + matcher.flush(), matcher.stop_reason) == oracle(text, [stop], False)
 
 
 def test_nothing_follows_a_stop() -> None:

@@ -142,6 +142,16 @@ def test_longest_tokens_is_the_largest_that_add_takes(device: int, host: int, n:
     assert s.longest_tokens(n) == max(fitting, default=0)
 
 
+def test_rounding_to_the_alignment_is_counted() -> None:
+    """Three times 300 bytes would fit into 1024, but each takes 512 of them: refused at once, not for ever."""
+    for sizes in ((300, 0), (1, 300)):
+        s = Scheduler(Extents(4 * UNIT), Extents(4 * UNIT), lambda _, sizes=sizes: sizes, max_batch=8)
+        with pytest.raises(CapacityError, match="1,536 bytes" if sizes[0] == 300 else "1,536 on the host"):
+            s.add(request("a", n=3))
+        s.add(request("b", n=2))
+        assert admitted(s.schedule()) == ["b"]
+
+
 def test_memory_held_by_others_refuses_instead_of_waiting_for_ever() -> None:
     s = scheduler(device=20)
     kept = keep(s.device, 12)
