@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shadowkv.cache.base import Cache, CachedSequence
+from shadowkv.cache.base import Cache, CachedSequence, PromptSink
 from shadowkv.errors import ConfigError, RequestError
 from shadowkv.models.layers import ACTIVATIONS, LayerWeights, mlp, rms_norm
 from shadowkv.models.spec import ModelSpec
@@ -55,8 +55,8 @@ class Decoder:
     def prefill(
         self,
         tokens_S: Tensor,
-        cache: Cache[Any, Any],
-        seq: CachedSequence,
+        cache: PromptSink,
+        seq: Any,
         *,
         want_positions: Literal["all", "last"] = "last",
         progress: LayerProgress | None = None,
