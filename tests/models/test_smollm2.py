@@ -51,5 +51,5 @@ def test_greedy_answers() -> None:
     base = load_decoder(locate("smollm2"), dtype=torch.float32)
     assert _answer(base, 12) == [504, 3575, 282, 4649, 314, 7042, 30, END]  # The capital of France is Paris.
     adapted = load_decoder(locate("smollm2-32k"), dtype=torch.float32)
-    assert _answer(adapted, 12)[:6] == [504, 3575, 282, 4649, 314, 7042]
+    assert _answer(adapted, 6) == [504, 3575, 282, 4649, 314, 7042]
     assert not torch.equal(adapted.layers[0].qkv, base.layers[0].qkv)

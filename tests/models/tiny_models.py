@@ -76,13 +76,16 @@ class Continuation:
 
 
 @torch.no_grad()
-def continue_with_transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Continuation:
+def continue_with_transformers(
+    model: PreTrainedModel, prompt: Tensor, new_tokens: int, *, use_cache: bool = True
+) -> Continuation:
     ids = prompt[None].to(model.device)
     result = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
         do_sample=False,
+        use_cache=use_cache,
         return_dict_in_generate=True,
         output_logits=True,
     )
