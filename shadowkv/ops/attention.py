@@ -49,6 +49,8 @@ def dense_attention(q_NTD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> Tensor:
 def slot_attention(q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Tensor) -> Tensor:
     """Attention over slots, in float32 throughout; a query that may see no slot gives zeros.
 
+    Slots that no query may see may hold anything, NaN too: memory is not cleared between its owners.
+
     Shapes: q and the result [N, T, D]; k, v [K, E, D]; allowed [K, T, E] (bool).
     """
     kv_heads = k_KED.shape[0]
@@ -60,7 +62,8 @@ def slot_attention(q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Ten
     top_KQ1 = scores_KQE.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     weights_KQE = torch.exp(scores_KQE - top_KQ1)
     total_KQ1 = weights_KQE.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    out_KQD = weights_KQE @ v_KED.float() / total_KQ1
+    seen_KE1 = allowed_KTE.any(dim=1)[..., None]  # a weight of 0 does not silence NaN
+    out_KQD = weights_KQE @ v_KED.float().masked_fill(~seen_KE1, 0) / total_KQ1
     return out_KQD.to(q_NTD.dtype).reshape(q_NTD.shape)
 
 
