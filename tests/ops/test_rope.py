@@ -1,0 +1,140 @@
+"""Rotation against complex multiplication in float64: layouts, partial rotary, factors, rows."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv.ops.rope import Rope
+from tests.ops.truth import LAYOUTS, assert_as_exact_as
+
+
+def frequencies(rotary_dim: int, base: float = 10000.0) -> Tensor:
+    return 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+
+
+def make(device, rotary_dim: int, *, interleaved: bool = False, factor: float = 1.0) -> Rope:
+    return Rope(
+        lambda length: (frequencies(rotary_dim), factor),
+        lambda length: 0,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        device=device,
+    )
+
+
+def naive_rotate(x: Tensor, angles: Tensor, factor: float, interleaved: bool) -> Tensor:
+    """Each pair (a, b) as the complex number a + ib, times factor * exp(i angle). float64."""
+    half = angles.shape[-1]
+    out = x.double().clone()
+    for f in range(half):
+        i, j = (2 * f, 2 * f + 1) if interleaved else (f, half + f)
+        turned = torch.complex(x[..., i].double(), x[..., j].double())
+        turned = turned * factor * torch.exp(1j * angles[..., f].double())
+        out[..., i], out[..., j] = turned.real, turned.imag
+    return out
+
+
+def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The usual x * cos + rotate_half(x) * sin, in x's dtype."""
+    rotary, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        turned = torch.stack([-rotary[..., 1::2], rotary[..., 0::2]], -1).flatten(-2)
+    else:
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+        a, b = rotary.chunk(2, -1)
+        turned = torch.cat([-b, a], -1)
+    return torch.cat([rotary * cos + turned * sin, rest], -1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (80, 32), (96, 96), (128, 64), (256, 64), (8, 2)])
+@pytest.mark.parametrize("factor", [1.0, 1.37])
+def test_rotation(device, dtype, dim, rotary_dim, interleaved, factor, layout):
+    rope = make(device, rotary_dim, interleaved=interleaved, factor=factor)
+    x = LAYOUTS[layout](torch.randn(3, 50, dim, device=device).to(dtype))
+    positions = torch.randint(0, 4000, (50,), device=device)
+    rows = torch.full((50,), rope.row(50), device=device, dtype=torch.int32)
+    # float32 is where every model makes its angles: they are the truth here, not their rounding.
+    angles = positions.float()[:, None] * frequencies(rotary_dim).to(device)
+    exact = naive_rotate(x, angles, factor, interleaved)
+    plain = plain_rotate(x, angles.cos() * factor, angles.sin() * factor, interleaved)
+    got = rope.rotate(x, positions, rows)
+    assert_as_exact_as(plain, got, exact)
+    assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (80, 32)])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1.37])
+def test_unrotate_undoes_rotate(device, dtype, dim, rotary_dim, interleaved, factor):
+    rope = make(device, rotary_dim, interleaved=interleaved, factor=factor)
+    x = torch.randn(3, 50, dim, device=device).to(dtype)
+    positions = torch.arange(50, device=device) * 977
+    rows = torch.full((50,), rope.row(1), device=device)
+    rotated = rope.rotate(x, positions, rows)
+    angles = positions.float()[:, None] * frequencies(rotary_dim).to(device)
+    # What is undone is the rotation of what was stored, so the truth starts from its rounded values.
+    exact = naive_rotate(rotated, -angles, 1 / factor, interleaved)
+    plain = plain_rotate(rotated, angles.cos() / factor, -angles.sin() / factor, interleaved)
+    assert_as_exact_as(plain, rope.unrotate(rotated, positions, rows), exact)
+
+
+def test_rotation_is_relative(device):
+    """The product of a query and a key depends on their distance alone, up to the angles' rounding."""
+    rope = make(device, 32)
+    q, k = torch.randn(2, 32, device=device, dtype=torch.float32)
+    row = torch.tensor(rope.row(1), device=device)
+    products = [
+        rope.rotate(q, torch.tensor(at + 9, device=device), row) @ rope.rotate(k, torch.tensor(at, device=device), row)
+        for at in (0, 1, 500, 5000)
+    ]
+    # An angle near 5,000 is rounded to 5000 * eps / 2, twice per product, against norms of q and k.
+    limit = 2 * 5000 * torch.finfo(torch.float32).eps * q.norm() * k.norm()
+    assert all(abs(p - products[0]) <= limit for p in products)
+
+
+def growing(device, recompute: bool = False) -> Rope:
+    """One row up to 10 tokens, then one per length."""
+    return Rope(
+        lambda length: (frequencies(16, 100.0 * max(length, 10)), 1.0 + max(length, 10) / 100),
+        lambda length: length if length > 10 else 0,
+        rotary_dim=16,
+        interleaved=False,
+        recompute_on_switch=recompute,
+        device=device,
+    )
+
+
+def test_rows_are_made_once_and_stay(device):
+    rope = growing(device)
+    assert [rope.row(n) for n in (3, 10, 12, 11, 12, 1)] == [0, 0, 1, 2, 1, 0]
+    positions, rows = torch.arange(4, device=device), torch.tensor([0, 1, 2, 1], device=device)
+    before = rope.cos_sin(positions, rows)
+    rope.row(99)
+    assert all(torch.equal(a, b) for a, b in zip(before, rope.cos_sin(positions, rows), strict=True))
+
+
+def test_each_position_has_its_own_row(device, dtype):
+    rope = growing(device)
+    lengths = [5, 12, 300, 12]
+    rows = torch.tensor([rope.row(n) for n in lengths], device=device)
+    x = torch.randn(2, 4, 24, device=device).to(dtype)
+    positions = torch.tensor([4, 11, 299, 7], device=device)
+    got = rope.rotate(x, positions, rows)
+    for i, length in enumerate(lengths):
+        inv_freq = frequencies(16, 100.0 * max(length, 10)).to(device)
+        factor, angles = 1.0 + max(length, 10) / 100, positions[i].float() * inv_freq
+        exact = naive_rotate(x[:, i], angles, factor, False)
+        plain = plain_rotate(x[:, i], angles.cos() * factor, angles.sin() * factor, False)
+        assert_as_exact_as(plain, got[:, i], exact)
+
+
+def test_a_change_of_row_makes_keys_stale_only_where_the_model_says_so(device):
+    assert not growing(device).must_recompute(5, 50)
+    stale = growing(device, recompute=True)
+    assert stale.must_recompute(10, 11)
+    assert not stale.must_recompute(3, 10)
+    assert not stale.must_recompute(12, 12)
