@@ -14,15 +14,23 @@ from typing import Any
 
 from shadowkv.errors import CheckpointError, RequestError
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 """Raised when a converted tokenizer in the cache would no longer be what a conversion gives."""
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Values of ``tokenizer.ggml.pre`` that cut numbers into single digits before GPT-2's pattern applies.
 transformers reads them as plain GPT-2, which cuts the spaces before a number otherwise."""
 
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_KEYS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
 """GGUF keys of end tokens: of text, of a turn, of a message."""
+
+NAMED_TOKENS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+"""transformers' names and GGUF's keys. transformers 5.17 gives SmolLM2's BOS as its EOS."""
 
 PROBE = "Naïve  cafés: 1234  56\n\t🎉 <s></s> ▁x"
 
@@ -272,32 +280,35 @@ def _end_ids(path: Path, value: object) -> set[int]:
 
 
 def _from_gguf(path: Path) -> tuple[Any, set[int]]:
+    from shadowkv.models.gguf_file import GgufFile
+
     cached = _cache_entry(path)
     if cached is not None and cached.is_dir():
         try:
             return _read_cached(cached)
         except (CheckpointError, OSError, ValueError):
             shutil.rmtree(cached, ignore_errors=True)
-    pre, ends = _gguf_fields(path)
+    metadata = GgufFile(path).metadata
     backend = _pretrained(path.parent, path.name)
-    if pre in SINGLE_DIGITS:
-        from tokenizers import pre_tokenizers
-
-        backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+    _correct(backend, metadata)
+    ends = {int(metadata[key]) for key in END_KEYS if key in metadata}
     if cached is not None:
         _write_cached(cached, backend, ends)
     return backend, ends
 
 
-def _gguf_fields(path: Path) -> tuple[str | None, set[int]]:
-    """The kind of pre-tokenizer and the end tokens that the file's metadata names."""
-    from shadowkv.models.gguf_file import GgufFile
+def _correct(backend: Any, metadata: Mapping[str, Any]) -> None:
+    """Bring a conversion in line with the file's metadata, where some version of transformers is not."""
+    from tokenizers import pre_tokenizers
 
-    metadata = GgufFile(path).metadata
-    named = (metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS)
-    return metadata.get("tokenizer.ggml.pre"), {int(token_id) for token_id in named if token_id is not None}
+    for name, key in NAMED_TOKENS.items():
+        token_id = metadata.get(key)
+        if token_id is not None and token_id < len(backend):
+            setattr(backend, name, backend.convert_ids_to_tokens(int(token_id)))
+    if metadata.get("tokenizer.ggml.pre") in SINGLE_DIGITS:
+        backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
 
 
 def _cache_entry(path: Path) -> Path | None:

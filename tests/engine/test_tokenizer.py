@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -194,24 +193,26 @@ def test_importing_the_module_imports_no_transformers() -> None:
 
 # ---- GGUF ----
 
+PROMPT = "x  12 🎉<|im_end|>"
+
 
 def load_and_encode(path: Path) -> list[int]:
-    return Tokenizer.load(path).encode("x  12 🎉<|im_end|>")
+    return Tokenizer.load(path).encode(PROMPT)
 
 
 @pytest.mark.smollm2
 def test_gguf_conversion_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes race for the first conversion; later loads are fast and equal; damage is repaired."""
+    """Two processes race for the first conversion; later loads convert nothing; damage is repaired."""
     path = vocabularies.smollm2_file()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         first, second = pool.map(load_and_encode, [path, path])
     assert first == second
     (entry,) = (tmp_path / "shadowkv" / "tokenizers").iterdir()
-    start = time.perf_counter()
-    tokenizer = Tokenizer.load(path)
-    assert time.perf_counter() - start < 2.0
-    assert load_and_encode(path) == first
+    with monkeypatch.context() as patch:
+        patch.setattr("shadowkv.engine.tokenizer._correct", None)  # what a conversion would call
+        tokenizer = Tokenizer.load(path)
+    assert tokenizer.encode(PROMPT) == first
     assert tokenizer.end_token_ids == {2}
     assert tokenizer.vocab_size == 49152
     assert [tokenizer.token_text(i) for i in tokenizer.encode("x  12")] == ["x", "  ", "1", "2"]
