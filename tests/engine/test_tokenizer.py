@@ -200,6 +200,7 @@ def load_and_encode(path: Path) -> list[int]:
     return Tokenizer.load(path).encode(PROMPT)
 
 
+@pytest.mark.slow
 @pytest.mark.smollm2
 def test_gguf_conversion_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes race for the first conversion; later loads convert nothing; damage is repaired."""
