@@ -16,6 +16,7 @@ Count = Callable[[int, str], None]
 """Progress of a known amount of work: how much is done, and a remark."""
 
 _LINE_EVERY_SECONDS = 10.0
+_WORTH_A_LINE_SECONDS = 1.0
 
 
 class Terminal:
@@ -36,8 +37,11 @@ class Terminal:
         self._console.print(f"warning: {text}")
 
     def report(self, stage: str, done: int, total: int) -> None:
-        """What a model is given as its ``progress``: seen only inside :meth:`progress`."""
-        if self._shown is not None:
+        """What a model is given as its ``progress``: seen only inside :meth:`progress`.
+
+        A stage of one piece says nothing while it lasts, and is left out.
+        """
+        if self._shown is not None and total > 1:
             self._shown(stage, done, total)
 
     @contextlib.contextmanager
@@ -111,7 +115,8 @@ class _Lines:
         now = time.monotonic()
         started = self._started.setdefault(stage, now)
         if done >= total:
-            self._note(f"{stage}: {total} of {total} in {format_seconds(now - started)}")
+            if now - started >= _WORTH_A_LINE_SECONDS:
+                self._note(f"{stage}: {total} of {total} in {format_seconds(now - started)}")
             del self._started[stage]
         elif now - self._said.get(stage, started) >= _LINE_EVERY_SECONDS:
             self._said[stage] = now
