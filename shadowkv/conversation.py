@@ -1,7 +1,6 @@
 """A prompt cut in two, chat template and all, so that one prefilled context serves many questions."""
 
 import secrets
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,11 +8,6 @@ from shadowkv.errors import RequestError
 
 if TYPE_CHECKING:
     from shadowkv.engine.tokenizer import Tokenizer
-
-
-def chat_ids(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The tokens of a conversation, up to where the answer begins."""
-    return tokenizer.encode_chat(messages)
 
 
 @dataclass(frozen=True)

@@ -47,5 +47,6 @@ class Landmarks:
 
 
 def make_index(config: LandmarksConfig) -> Index:
+    """The index of these settings."""
     assert isinstance(config, LandmarksConfig)
     return Landmarks()

@@ -26,6 +26,7 @@ class Region:
 
 
 def bytes_by_kind(regions: Sequence[Region]) -> dict[str, int]:
+    """Bytes of the regions of each kind, as a price lists them."""
     kinds: dict[str, int] = {}
     for region in regions:
         kinds[region.kind] = kinds.get(region.kind, 0) + region.size_bytes
@@ -33,6 +34,7 @@ def bytes_by_kind(regions: Sequence[Region]) -> dict[str, int]:
 
 
 def total_bytes(regions: Sequence[Region]) -> int:
+    """Bytes of all regions together."""
     return sum(region.size_bytes for region in regions)
 
 

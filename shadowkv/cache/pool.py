@@ -8,11 +8,14 @@ ALIGN_BYTES = 256
 
 
 def aligned(size_bytes: int) -> int:
+    """A size rounded up to the next boundary that an extent can start at."""
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(frozen=True, order=True)
 class Extent:
+    """A run of bytes in an arena."""
+
     start: int
     size: int
 

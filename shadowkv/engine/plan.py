@@ -212,6 +212,7 @@ def make_plan(
 
 
 def price_needs_host(plan: MethodPlan) -> bool:
+    """Whether a sequence of this plan is compressed, rather than kept exact as a whole."""
     return "exact tokens" not in plan.device_bytes
 
 
