@@ -11,7 +11,7 @@ forward pass: ``extend`` once (makes room, moves the lengths), and for every lay
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,6 +103,16 @@ class CachedSequence:
     @property
     def capacity_tokens(self) -> int:
         return self.reservation.capacity_tokens
+
+
+class PromptSink(Protocol):
+    """What a prompt is given to, layer by layer: a cache, or several at once."""
+
+    def begin_prompt(self, seq: Any, tokens: int) -> None:
+        """See :meth:`Cache.begin_prompt`."""
+
+    def take_layer(self, layer: int, seq: Any, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """See :meth:`Cache.take_layer`."""
 
 
 ConfigT = TypeVar("ConfigT")

@@ -3,6 +3,7 @@
 import typer
 
 from shadowkv.cli.batch import batch
+from shadowkv.cli.compare import compare
 from shadowkv.cli.demo import demo
 from shadowkv.cli.generate import generate
 from shadowkv.cli.plan import plan
@@ -14,7 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, batch, plan, demo):
+for command in (generate, batch, plan, compare, demo):
     app.command()(command)
 
 

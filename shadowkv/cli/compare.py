@@ -1,0 +1,155 @@
+"""``shadowkv compare``: how far a method's logits are from full attention's, and what each setting does to them."""
+
+import json as jsonlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shadowkv.cli.loading import MODEL_HELP, read_text
+from shadowkv.cli.options import flags_of, settings_as_flags
+from shadowkv.cli.parse import format_bytes
+from shadowkv.cli.terminal import Terminal, show
+from shadowkv.config import CacheConfig, FullConfig
+from shadowkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shadowkv.eval.agreement import Agreement, Estimate
+
+COLUMNS = (
+    "method",
+    "top-1 agreement",
+    "KL, nats",
+    "perplexity",
+    "hit rate",
+    "fetched a step",
+    "device",
+    "host",
+    "energy kept",
+)
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """What is compared, and on what."""
+
+    prompt_tokens: int = 7936
+    """Length of the prompt."""
+    steps: int = 64
+    """Tokens that are fed after it, one a step."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter in peft's format, merged into the weights while they load."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, or auto: the first GPU if there is one."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16, or auto: the model's own."""
+
+
+@settings_as_flags
+def compare(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    *,
+    text: Annotated[str, typer.Option(help="A text longer than the prompt; - is standard input.")],
+    passage: Annotated[str, typer.Option(help="natural: the text goes on; copy: it repeats an early part.")] = "both",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SETTING=VALUE,...", help="Also with these values of one setting; repeatable."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Markdown tables, for documents.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no notes.")] = False,
+    cache: CacheConfig,
+    settings: CompareSettings,
+) -> None:
+    """Feed a text's next tokens to full attention and to a method, and compare their logits step by step."""
+    if passage not in ("natural", "copy", "both"):
+        raise ConfigError(f"--passage is {passage!r}; allowed: natural, copy, both")
+    methods: list[tuple[str, CacheConfig]] = [("base", cache)] if not isinstance(cache, FullConfig) else []
+    for option in sweep or []:
+        methods += swept(cache, option)
+    whole_text = read_text(text)
+    terminal = Terminal(quiet=quiet)
+
+    from shadowkv.engine.tokenizer import Tokenizer
+    from shadowkv.eval import agreement
+    from shadowkv.eval.provenance import Provenance
+    from shadowkv.llm import find_device, parse_dtype
+    from shadowkv.models.load import load_decoder
+    from shadowkv.models.locate import locate
+
+    files = locate(model, settings.adapter)
+    with terminal.progress():
+        decoder = load_decoder(
+            files,
+            device=find_device(settings.device),
+            dtype=parse_dtype(settings.dtype),
+            progress=lambda done, total: terminal.report("loading weights", done, total),
+        )
+        ids = Tokenizer.load(files.path).encode(whole_text)
+        makers = {"natural": agreement.natural_passage, "copy": agreement.copy_passage}
+        chosen = [make for name, make in makers.items() if passage in (name, "both")]
+        passages = [make(ids, settings.prompt_tokens, settings.steps) for make in chosen]
+        results = [row for one in passages for row in agreement.compare(decoder, one, methods, terminal.report)]
+    made = Provenance.here(decoder.device)
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    if json:
+        rows = [row.to_dict() for row in results]
+        base = cache.describe() if not isinstance(cache, FullConfig) else "full"
+        whole = {"model": model, "dtype": dtype, "base": base, "text": text, "measured": made.to_dict(), "rows": rows}
+        typer.echo(jsonlib.dumps(whole, indent=1))
+        return
+    for one in passages:
+        rows_of = [row for row in results if row.passage == one.name]
+        title = f"{one.name}: {model} in {dtype}, {len(one.prompt_ids):,} tokens, {settings.steps} steps; {made.line()}"
+        _print(title, [_cells(row) for row in rows_of], markdown=markdown)
+
+
+def swept(base: CacheConfig, option: str) -> list[tuple[str, CacheConfig]]:
+    """The configs that one ``SETTING=VALUE,VALUE`` asks for, each with its label.
+
+    Raises:
+        ConfigError: no such setting, or no such value of it.
+    """
+    name, found, values = option.partition("=")
+    flags = {flag.option.removeprefix("--"): flag for flag in flags_of(type(base))}
+    flag = flags.get(name.replace("_", "-"))
+    if not found or not values or flag is None:
+        raise ConfigError(f"--sweep is {option!r}; give SETTING=VALUE,... with one of {', '.join(flags)}")
+    made: list[tuple[str, CacheConfig]] = []
+    for value in values.split(","):
+        change: dict[str, Any] = {flag.field: flag.value(value)}
+        made.append((f"{name}={value}", replace(base, **change)))
+    return made
+
+
+def _cells(row: "Agreement") -> list[str]:
+    return [
+        row.label,
+        _interval(row.top1, ".3f"),
+        _interval(row.kl, ".4f"),
+        f"{row.perplexity:.2f}",
+        "" if row.hit_rate is None else f"{row.hit_rate:.3f}",
+        format_bytes(row.fetched_bytes_per_step),
+        format_bytes(row.device_bytes),
+        format_bytes(row.host_bytes),
+        "" if row.mean_energy is None else f"{row.mean_energy:.3f}",
+    ]
+
+
+def _interval(value: "Estimate", form: str) -> str:
+    return f"{value.mean:{form}} ({value.low:{form}} to {value.high:{form}})"
+
+
+def _print(title: str, rows: list[list[str]], *, markdown: bool) -> None:
+    if markdown:
+        typer.echo(f"{title}\n\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
+        for row in rows:
+            typer.echo(f"| {' | '.join(row)} |")
+        typer.echo("")
+        return
+    from rich.table import Table
+
+    table = Table(*COLUMNS, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    show(table)
