@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 DEMO_RANK = 64
 BUDGET_SHARE = 8
+SPARE_TOKENS = 1024
+"""For the chat template, the end of the last paragraph, the facts, a question and its answer."""
 
 
 @settings_as_flags
@@ -28,7 +30,8 @@ def demo(
     tokens: Annotated[str, typer.Option(metavar="TOKENS", help="Length of the text, at least.")] = "8192",
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no notes.")] = False,
-    load: LoadSettings,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the first GPU if there is one.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto.")] = "auto",
 ) -> None:
     """Hide facts in the Python language reference and ask for them, under full attention and ShadowKV.
 
@@ -36,6 +39,8 @@ def demo(
     """
     length = parse_tokens(tokens)
     cache = ShadowKVConfig(rank=DEMO_RANK, budget_tokens=-(-length // BUDGET_SHARE))
+    # Room for the text, kept once, and for one question at a time on a copy of it.
+    load = LoadSettings(device=device, dtype=dtype, max_batch=2, max_context_tokens=length + SPARE_TOKENS)
     terminal = Terminal(quiet=quiet)
     llm = open_llm(model, FullConfig(), load, terminal)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from shadowkv.config import SamplingParams
 from shadowkv.conversation import SplitPrompt, split_prompt
-from shadowkv.engine.request import Completion
-from shadowkv.errors import RequestError
+from shadowkv.engine.request import Completion, FinishReason
+from shadowkv.errors import RequestError, ShadowKVError
 
 if TYPE_CHECKING:
     from shadowkv.engine.tokenizer import Tokenizer
@@ -149,7 +149,11 @@ def prepare(tokenizer: "Tokenizer", tokens: int) -> SplitPrompt:
 
 
 def run_method(llm: "LLM", method: str, split: SplitPrompt, report: Report) -> MethodResult:
-    """Compute the manual once and ask every question of it, greedily."""
+    """Compute the manual once and ask every question of it, greedily.
+
+    Raises:
+        ShadowKVError: a question ended in an error.
+    """
     # The first call of a process pays for buffers and thread pools; neither method should.
     llm.generate([split.head_ids[:WARM_UP_TOKENS]], SamplingParams(max_tokens=2, ignore_eos=True))
     started = time.monotonic()
@@ -163,6 +167,8 @@ def run_method(llm: "LLM", method: str, split: SplitPrompt, report: Report) -> M
             ids = split.question_ids(llm.tokenizer, fact.question, fact.answer_prefix)
             (output,) = context.generate([ids], SamplingParams(max_tokens=ANSWER_TOKENS))
             (completion,) = output.completions
+            if completion.finish_reason is FinishReason.ERROR:
+                raise ShadowKVError(f"{method}, {fact.question!r}: {completion.error}")
             right = fact.expected in completion.text
             answers.append(Answer(fact.question, fact.expected, completion.text, right, completion.token_ids))
             completions.append(completion)

@@ -50,3 +50,11 @@ def test_command(llm: FakeLLM, run: Run) -> None:
     assert [one["method"] for one in document["results"]] == ["full attention", "ShadowKV"]
     assert document["agreement"] == 1.0
     assert len(document["results"][0]["answers"]) == len(FACTS)
+
+
+def test_an_answer_that_ends_in_an_error_is_no_wrong_answer(
+    llm: FakeLLM, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shadowkv.eval.demo.FACTS", (replace(FACTS[0], question="FAIL"),))
+    shown = run("demo", "--tokens", "2k", "--quiet")
+    assert (shown.exit_code, shown.stderr) == (1, "error: full attention, 'FAIL': layer 3 has NaN keys\n")
