@@ -16,7 +16,7 @@ from shadowkv.cache.shadowkv import ShadowKVCache, ShadowSequence
 from shadowkv.config import ShadowKVConfig
 from shadowkv.ops.attention import decode_attention
 from tests.cache.oracle import Array, Oracle, RopeRule
-from tests.cache.worlds import make_cache
+from tests.cache.worlds import make_cache, touched
 
 GEOMETRY = Geometry(layers=2, heads=4, kv_heads=2, head_dim=8, dtype=torch.float32)
 
@@ -146,12 +146,6 @@ class World:
         for pair in list(self.pairs):
             self.release(pair)
         assert self.cache.device_arena.used_bytes == self.cache.host_arena.used_bytes == 0
-
-
-def touched(seq: ShadowSequence, layer: int) -> list[set[int]]:
-    """The chunks by head that this step selected and that are resident."""
-    ids, used = seq.tensors["resident_ids"][layer].tolist(), seq.tensors["last_used"][layer].tolist()
-    return [{c for c, at in zip(*head, strict=True) if at == seq.step} for head in zip(ids, used, strict=True)]
 
 
 RANKS = st.integers(3, 9) | st.sampled_from([16, 20])

@@ -8,7 +8,7 @@ from torch import Tensor
 from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Cache, CachedSequence, Geometry
 from shadowkv.cache.full import FullCache
-from shadowkv.cache.shadowkv import ShadowKVCache
+from shadowkv.cache.shadowkv import ShadowKVCache, ShadowSequence
 from shadowkv.config import FullConfig, ShadowKVConfig
 from shadowkv.ops.attention import decode_attention, dense_attention
 from shadowkv.ops.rope import Rope
@@ -96,6 +96,12 @@ def step_together(worlds: list[World], tokens: int = 1) -> list[list[tuple[Tenso
             exact = dense_attention(q[i].double(), world.k[layer].double(), world.v[layer].double())
             results[i].append((decode_attention(q[i], view), exact))
     return results
+
+
+def touched(seq: ShadowSequence, layer: int) -> list[set[int]]:
+    """The chunks by head that this step selected and that are resident."""
+    ids, used = seq.tensors["resident_ids"][layer].tolist(), seq.tensors["last_used"][layer].tolist()
+    return [{c for c, at in zip(*head, strict=True) if at == seq.step} for head in zip(ids, used, strict=True)]
 
 
 def error(got: Tensor, want: Tensor) -> float:
