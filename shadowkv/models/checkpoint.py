@@ -3,6 +3,7 @@
 Reads Hugging Face directories of safetensors files; ``gguf_file`` reads GGUF files by the same protocol.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,9 +13,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shadowkv.errors import CheckpointError, UnsupportedModelError
-from shadowkv.models.config_reader import read_json
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: it is not there or is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; a JSON object is needed")
+    return value
 
 
 class TensorSource(Protocol):

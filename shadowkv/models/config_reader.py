@@ -5,9 +5,8 @@ parameters mean here what they mean there.
 """
 
 import copy
-import json
+import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -55,6 +54,17 @@ _SETTINGS_THAT_MUST_BE_OFF: dict[str, tuple[object, ...]] = {
 """Settings that change what a model computes and that nothing here implements, with their neutral values."""
 
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_MOST_LAYERS, _LARGEST = 10_000, 1 << 40
+
+
 @dataclass(frozen=True)
 class ConfigOverrides:
     """What an adapter changes in its base model's config."""
@@ -63,28 +73,14 @@ class ConfigOverrides:
     max_position_embeddings: int | None = None
 
 
-def read_json(path: Path) -> Config:
-    """A JSON object from a file.
-
-    Raises:
-        CheckpointError: it is not there or is not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; a JSON object is needed")
-    return value
-
-
 def family_of_config(config: Config) -> Family:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no model_type; it names the model's architecture")
-    return family_of(model_type, list(config.get("architectures") or []))
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise CheckpointError(f"architectures is {architectures!r} in config.json; it must be a list of names")
+    return family_of(model_type, architectures)
 
 
 def spec_from_config(config: Config, overrides: ConfigOverrides | None = None) -> ModelSpec:
@@ -100,6 +96,7 @@ def spec_from_config(config: Config, overrides: ConfigOverrides | None = None) -
     family = family_of_config(config)
     _refuse_unimplemented(config)
     parsed = _parse(family, config, overrides or ConfigOverrides())
+    _check_sizes(parsed)
     rope = _rope_spec(family, parsed)
     heads, hidden = parsed.num_attention_heads, parsed.hidden_size
     kv_heads = parsed.num_key_value_heads or heads
@@ -163,6 +160,22 @@ def _parse(family: Family, config: Config, overrides: ConfigOverrides) -> PreTra
         raise CheckpointError(f"config.json does not describe a {family.name} model: {error}") from error
 
 
+def _check_sizes(parsed: PreTrainedConfig) -> None:
+    """A damaged header must not become a division by zero or a list of a billion layers."""
+    for name in (*_SIZES, "num_key_value_heads", "head_dim"):
+        value = getattr(parsed, name, None)
+        if value is None and name not in _SIZES:
+            continue
+        most = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise CheckpointError(f"{name} is {value!r}; it must be an integer from 1 to {most}")
+    if not (isinstance(parsed.rms_norm_eps, float) and 0 <= parsed.rms_norm_eps < 1):
+        raise CheckpointError(f"rms_norm_eps is {parsed.rms_norm_eps!r}; it must be from 0 to 1")
+    theta = (parsed.rope_parameters or {}).get("rope_theta")
+    if not (isinstance(theta, (int, float)) and 0 < theta < math.inf):
+        raise CheckpointError(f"rope_theta is {theta!r}; it must be a positive number")
+
+
 def _normalise_rope(config: Config, overrides: ConfigOverrides) -> None:
     for key in ("rope_scaling", "rope_parameters"):
         parameters = config.get(key)
@@ -214,8 +227,12 @@ def _rope_spec(family: Family, parsed: PreTrainedConfig) -> RopeSpec:
         raise UnsupportedModelError(
             f"RoPE turns pairs, but {rotary_dim} of the head's {head_dim} dimensions are to turn"
         )
+    kind = str(parameters.get("rope_type", "default"))
+    original = parameters.get("original_max_position_embeddings")
+    if kind in ("llama3", "yarn", "longrope") and not (isinstance(original, int) and 1 <= original <= _LARGEST):
+        raise CheckpointError(f"original_max_position_embeddings is {original!r}; {kind} RoPE needs a positive integer")
     return RopeSpec(
-        kind=str(parameters.get("rope_type", "default")),
+        kind=kind,
         parameters=parameters,
         rotary_dim=rotary_dim,
         interleaved=family.interleaved_rope,
@@ -231,8 +248,8 @@ def _scaled_positions(rope: RopeSpec) -> int:
     if rope.kind in ("default", "llama3", "longrope"):
         return rope.trained_tokens
     factor = rope.parameters.get("factor")
-    if not isinstance(factor, (int, float)):
-        raise CheckpointError(f"the RoPE type {rope.kind} needs a factor in config.json; it is {factor!r}")
+    if not isinstance(factor, (int, float)) or not 0 < factor <= _LARGEST:
+        raise CheckpointError(f"the RoPE type {rope.kind} needs a positive factor in config.json; it is {factor!r}")
     start = rope.parameters["original_max_position_embeddings"] if rope.kind == "yarn" else rope.trained_tokens
     assert isinstance(start, int)
     return int(start * factor)

@@ -71,14 +71,14 @@ def config_from_gguf(file: GgufFile) -> Config:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    config.setdefault("head_dim", config["hidden_size"] // max(config["num_attention_heads"], 1))
     if keys.get("attention.value_length", config["head_dim"]) != config["head_dim"]:
         raise UnsupportedModelError(
             f"values of width {keys['attention.value_length']} beside keys of {config['head_dim']}"
         )
     rotary = keys.get("rope.dimension_count", config["head_dim"])
     if rotary != config["head_dim"]:
-        config["partial_rotary_factor"] = rotary / config["head_dim"]
+        config["partial_rotary_factor"] = rotary / max(config["head_dim"], 1)
     if config.get("sliding_window"):
         if architecture == "llama":  # Mistral is written as llama; only the window tells
             config["model_type"] = "mistral"
@@ -101,6 +101,9 @@ def _check_keys(file: GgufFile, keys: dict[str, Any]) -> None:
     for key in _PLAIN:
         if isinstance(keys.get(key), list):
             raise UnsupportedModelError(f"{file.path} sets {key} per layer, which is not implemented")
+    for key in (*_PLAIN, *_READ_ELSEWHERE):
+        if key in keys and (not isinstance(keys[key], (int, float)) or isinstance(keys[key], bool)):
+            raise CheckpointError(f"{file.path} is damaged: {key} is {keys[key]!r}")
 
 
 def _rope_scaling(file: GgufFile, keys: dict[str, Any]) -> dict[str, Any] | None:

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 
 from shadowkv.errors import ConfigError
-from shadowkv.models.checkpoint import SafetensorsDirectory, TensorSource
-from shadowkv.models.config_reader import ConfigOverrides, family_of_config, read_json, spec_from_config
+from shadowkv.models.checkpoint import SafetensorsDirectory, TensorSource, read_json
+from shadowkv.models.config_reader import ConfigOverrides, family_of_config, spec_from_config
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.families import Family, Names
 from shadowkv.models.gguf_config import config_from_gguf, spec_from_gguf
@@ -52,6 +52,9 @@ def load_decoder(
     adapter = LoraAdapter(files.adapter) if files.adapter is not None else None
     opened = _Opened(files, adapter.overrides if adapter is not None else None)
     chosen = resolve_dtype(opened.spec, place, dtype)
+    rope = build_rope(opened.spec, place)
+    for length in (1, opened.spec.context_tokens):
+        rope.row(length)  # a bad setting is found before the weights are read, not by a request
     weights = load_weights(
         opened.spec,
         opened.source(),
@@ -63,7 +66,7 @@ def load_decoder(
         adapter_names=opened.family.names,
         progress=progress,
     )
-    return Decoder(opened.spec, weights, build_rope(opened.spec, place))
+    return Decoder(opened.spec, weights, rope)
 
 
 def resolve_dtype(spec: ModelSpec, device: torch.device, dtype: torch.dtype | Literal["auto"]) -> torch.dtype:

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import Tensor
 
 from shadowkv.errors import CheckpointError, UnsupportedModelError
-from shadowkv.models.checkpoint import SafetensorsFile
-from shadowkv.models.config_reader import ConfigOverrides, read_json
+from shadowkv.models.checkpoint import SafetensorsFile, read_json
+from shadowkv.models.config_reader import ConfigOverrides
 from shadowkv.models.families import Config
 
 OVERRIDES_FILE = "shadowkv.json"

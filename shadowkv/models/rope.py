@@ -18,7 +18,8 @@ def build_rope(spec: ModelSpec, device: torch.device | str = "cpu") -> Rope:
     original length, and crossing it makes cached keys stale.
 
     Raises:
-        CheckpointError: a GGUF file's frequency divisors are not one per frequency.
+        CheckpointError: (when a row is asked for) the parameters are incomplete, or do not give one finite
+            number per frequency.
 
     Source: transformers.modeling_rope_utils, dynamic_rope_update and ROPE_INIT_FUNCTIONS.
     """
@@ -66,20 +67,24 @@ def _frequencies(spec: ModelSpec, length_tokens: int | None, device: torch.devic
     # transformers makes the first row on the host from a plain number and later ones on the device from
     # a tensor; for equal frequencies to the last bit, so does this.
     make = ROPE_INIT_FUNCTIONS[rope.kind]
-    if length_tokens is None:
-        inv_freq, factor = make(carrier, "cpu")
-    elif rope.kind == "dynamic":
-        inv_freq, factor = make(carrier, device, seq_len=torch.tensor(length_tokens, device=device))
-    else:
-        inv_freq, factor = make(carrier, device, seq_len=length_tokens)
-    assert 2 * inv_freq.shape[0] == rope.rotary_dim
+    try:
+        if length_tokens is None:
+            inv_freq, factor = make(carrier, "cpu")
+        elif rope.kind == "dynamic":
+            inv_freq, factor = make(carrier, device, seq_len=torch.tensor(length_tokens, device=device))
+        else:
+            inv_freq, factor = make(carrier, device, seq_len=length_tokens)
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"no {rope.kind} RoPE can be made of {dict(rope.parameters)}: {error!r}") from error
+    if 2 * inv_freq.shape[0] != rope.rotary_dim or not torch.isfinite(inv_freq).all():
+        raise CheckpointError(f"{dict(rope.parameters)} gives no {rope.rotary_dim // 2} finite RoPE frequencies")
     return inv_freq, float(factor)
 
 
 def _default(theta: object, rotary_dim: int, divisors: tuple[float, ...] | None) -> Frequencies:
     """Raises CheckpointError when the divisors are not one per frequency."""
     assert isinstance(theta, (int, float))
-    inv_freq_R: Tensor = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim))
+    inv_freq_R: Tensor = 1.0 / (float(theta) ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim))
     if divisors is not None:
         if len(divisors) != len(inv_freq_R):
             raise CheckpointError(

@@ -129,7 +129,7 @@ def _check_names(pieces: dict[str, Piece], source: TensorSource, names: Names, s
         if tuple(shapes[name]) != piece.shape:
             raise CheckpointError(f"the tensor {name} is {list(shapes[name])}; its config asks for {list(piece.shape)}")
     ignored = re.compile("|".join(names.ignored) or "(?!)")
-    for name in shapes.keys() - pieces.keys():
+    for name in sorted(shapes.keys() - pieces.keys()):
         # A tied model's head is the embedding; files may hold it once more.
         if not ignored.fullmatch(name) and not (spec.tied_embeddings and name == f"{names.head}.weight"):
             raise CheckpointError(

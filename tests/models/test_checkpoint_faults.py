@@ -131,6 +131,19 @@ def test_no_weights(whole: Path) -> None:
     _fails(whole, "neither model.safetensors nor")
 
 
+@pytest.mark.parametrize("factors", [[1.0] * 7, [0.0] * 8, ["wide"] * 8])
+def test_rope_factors_that_make_no_frequencies(tmp_path: Path, factors: list[object]) -> None:
+    """Found when the model is loaded, also where only long prompts would meet them."""
+    settings = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    directory = save(
+        tiny_model("phi3", {"original_max_position_embeddings": 32, "rope_parameters": settings}), tmp_path
+    )
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"]["long_factor"] = factors
+    (directory / "config.json").write_text(json.dumps(config))
+    _fails(directory, "long_factor")
+
+
 def test_broken_config(whole: Path) -> None:
     (whole / "config.json").write_text("{,")
     _fails(whole, "config.json cannot be read as JSON")

@@ -1,5 +1,7 @@
 """GGUF files written with gguf's own writer, against the same model in safetensors; and damaged ones."""
 
+import contextlib
+import random
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,20 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
     ):
         path.write_bytes(changed)
         with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+            load_spec(locate(path))
+
+
+def test_damaged_headers_raise_only_what_is_documented(tmp_path: Path) -> None:
+    path = _write(tiny_model("llama", {}), tmp_path / "whole.gguf", Storage.Q8_0)
+    content, header = path.read_bytes(), gguf.GGUFReader(path).data_offset
+    choose = random.Random(0)
+    # The metadata and the list of tensors; the vocabulary between them is stepped over.
+    zone = [*range(520), *range(header - 1700, header)]
+    for _ in range(300):
+        damaged = bytearray(content)
+        damaged[choose.choice(zone)] = choose.choice([0, 1, 255, choose.randrange(256)])
+        path.write_bytes(damaged)
+        with contextlib.suppress(CheckpointError, UnsupportedModelError):
             load_spec(locate(path))
 
 

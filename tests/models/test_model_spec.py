@@ -151,6 +151,13 @@ def test_what_is_not_implemented_is_refused_by_name(changes: Config, named: str)
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": "all"}}, "rope"),
+        ({"architectures": 3}, "architectures"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, "num_attention_heads|LlamaConfig|llama"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+        ({"rope_theta": -1.0}, "rope_theta"),
     ],
 )
 def test_a_config_that_contradicts_itself(changes: Config, named: str) -> None:
