@@ -29,7 +29,7 @@ ZERO = 1e-5
 class RopeRule:
     """RoPE whose frequencies change every ``row_tokens`` tokens of the sequence's length."""
 
-    rotary_dim: int
+    rotary_share: float
     interleaved: bool = False
     factor: float = 1.0
     row_tokens: int = 1 << 30
@@ -37,27 +37,35 @@ class RopeRule:
     def key(self, length: int) -> int:
         return length // self.row_tokens
 
-    def inv_freq(self, key: int) -> NDArray[np.float32]:
-        exponent = np.arange(0, self.rotary_dim, 2) / self.rotary_dim
+    def inv_freq(self, key: int, dim: int) -> NDArray[np.float32]:
+        rotary_dim = int(self.rotary_share * dim)
+        exponent = np.arange(0, rotary_dim, 2) / rotary_dim
         return ((50.0 + 300 * key) ** -exponent).astype(np.float32)
 
-    def rope(self, device: torch.device) -> Rope:
+    def factor_of(self, key: int) -> float:
+        return self.factor + key / 10
+
+    def rope(self, dim: int, device: torch.device) -> Rope:
+        def frequencies(length: int) -> tuple[torch.Tensor, float]:
+            key = self.key(length)
+            return torch.from_numpy(self.inv_freq(key, dim)), self.factor_of(key)
+
         return Rope(
-            lambda length: (torch.from_numpy(self.inv_freq(self.key(length))), self.factor + self.key(length) / 10),
+            frequencies,
             self.key,
-            rotary_dim=self.rotary_dim,
+            rotary_dim=int(self.rotary_share * dim),
             interleaved=self.interleaved,
             device=device,
         )
 
     def rotate(self, x_XD: Array, position: int, key: int) -> Array:
         """Angles are float32 products, as models make them; all else is exact."""
-        angles = (np.float32(position) * self.inv_freq(key)).astype(np.float64)
-        half, out = self.rotary_dim // 2, x_XD.copy()
+        angles = (np.float32(position) * self.inv_freq(key, x_XD.shape[-1])).astype(np.float64)
+        half, out = len(angles), x_XD.copy()
         for f, angle in enumerate(angles):
             i, j = (2 * f, 2 * f + 1) if self.interleaved else (f, half + f)
             a, b = x_XD[..., i], x_XD[..., j]
-            cos, sin = np.cos(angle) * (self.factor + key / 10), np.sin(angle) * (self.factor + key / 10)
+            cos, sin = np.cos(angle) * self.factor_of(key), np.sin(angle) * self.factor_of(key)
             out[..., i], out[..., j] = a * cos - b * sin, b * cos + a * sin
         return out
 
@@ -78,6 +86,7 @@ class Layer:
     basis_XR: Array | None = None
     mean_X: Array | None = None
     gap: float = np.inf
+    energy: float = 1.0
     outliers: list[list[int]] = field(default_factory=list)  # by head
     slots: list[list[Slot]] = field(default_factory=list)  # by head
     spans_prompt_only: bool = False
@@ -153,6 +162,7 @@ class Oracle:
             layer.basis_XR = vh[:rank].T
             sigma = np.concatenate([sigma, np.zeros(len(vh) - len(sigma))])
             sigma /= max(sigma[0], 1e-30)
+            layer.energy = float((sigma[:rank] ** 2).sum() / max((sigma**2).sum(), 1e-30))
             if rank < len(vh) and sigma[rank - 1] > ZERO:
                 layer.gap = 1 - sigma[rank] / sigma[rank - 1]
                 layer.sure = bool(layer.gap > GAP)
@@ -207,7 +217,7 @@ class Oracle:
         sure = not self.compressed or (layer.sure and not layer.close_call)
         # A float32 logit is off by eps times its size. Rounded keys turn the last direction kept towards the
         # first left out, by eps over their gap times what a key has of them. A few of each add up.
-        return Answer(out, sure, 32 * EPS * (1 + largest) * (1 + 1 / layer.gap), touched)
+        return Answer(out, sure, 4 * EPS * (1 + largest) * (1 + 1 / layer.gap), touched)
 
     def rebuilt(self, layer: Layer, head: int, position: int) -> Array:
         assert layer.basis_XR is not None
