@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from shadowkv.errors import CapacityError, ConfigError, RequestError
 from shadowkv.models.decoder import Decoder
+from shadowkv.models.layers import rms_norm
 from shadowkv.models.load import load_decoder, resolve_dtype
 from shadowkv.models.locate import locate
 from shadowkv.models.rope import build_rope
@@ -97,6 +99,15 @@ def test_refusals(world: tuple[Decoder, object]) -> None:
         decoder.forward(torch.tensor([[1]]), cache, [seq])
     with pytest.raises(ConfigError, match="slice_tokens"):
         Decoder(decoder.spec, {}, decoder.rope, slice_tokens=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_casts_where_transformers_does(dtype: torch.dtype, device: torch.device) -> None:
+    theirs = LlamaRMSNorm(192, eps=1e-5).to(device, dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.randn(192))
+    x = 3 * torch.randn(7, 5, 192, device=device).to(dtype)
+    assert torch.equal(rms_norm(x, theirs.weight, 1e-5), theirs(x))
 
 
 def test_low_precision_runs(tmp_path: Path, device: torch.device) -> None:
