@@ -34,9 +34,17 @@ def svd_energy(x_SKD: Tensor, rank: int, centre: bool) -> float:
 
 
 def kept_energy(x_SKD: Tensor, basis_KDR: Tensor, centre: bool) -> float:
+    """The share that the basis' span keeps, however far its columns are from orthonormal."""
     x = x_SKD.double().flatten(1)
     x = x - x.mean(0) if centre else x
-    return float((x @ basis_KDR.double().flatten(0, 1)).square().sum() / x.square().sum())
+    span, _ = torch.linalg.qr(basis_KDR.double().flatten(0, 1))
+    return float((x @ span).square().sum() / x.square().sum())
+
+
+def skew(basis_XR: Tensor) -> float:
+    """How far columns are from orthonormal."""
+    b = basis_XR.double()
+    return float((b.T @ b - torch.eye(b.shape[1], device=b.device, dtype=b.dtype)).abs().max())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -48,14 +56,17 @@ def test_the_subspace_is_the_best_one(device, dtype, rank, centre, layout):
     columns = min(rank, HEADS * DIM)
     assert found.basis_KDR.shape == (HEADS, DIM, columns)
     assert found.basis_KDR.dtype == found.mean_KD.dtype == torch.float32
-    basis = found.basis_KDR.flatten(0, 1).double()
-    # The bound of LAPACK's symmetric eigenvectors: as many roundings as the matrix has rows.
-    limit = torch.finfo(torch.float32).eps * HEADS * DIM
-    skew = float((basis.T @ basis - torch.eye(columns, device=device, dtype=torch.float64)).abs().max())
-    assert skew < limit
     best = svd_energy(x, rank, centre)
     assert abs(kept_energy(x, found.basis_KDR, centre) - best) < ENERGY
-    assert abs(float(found.energy) - best) < ENERGY
+    # The columns and the share are as good as PyTorch's eigenvectors and singular values of this precision,
+    # which on some devices are further off than their rounding.
+    wide = x.flatten(1).to(wider(dtype))
+    wide = wide - wide.mean(0) if centre else wide
+    vectors, squares = torch.linalg.eigh(wide.T @ wide).eigenvectors, torch.linalg.svdvals(wide).square()
+    rounding = HEADS * DIM * torch.finfo(torch.float32).eps
+    assert skew(found.basis_KDR.flatten(0, 1)) <= 2 * skew(vectors) + rounding
+    plain = float(squares[:columns].sum() / squares.sum())
+    assert abs(float(found.energy) - best) <= 2 * abs(plain - best) + ENERGY
 
 
 def test_directions_come_strongest_first(device, dtype):

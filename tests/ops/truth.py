@@ -51,6 +51,18 @@ def plain_attention(q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Te
     return torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) @ v
 
 
+def torch_attention(q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Tensor) -> Tensor:
+    """PyTorch's own op over repeated heads, for what is built on it: some of its kernels round more."""
+    group = q_NTD.shape[0] // k_KED.shape[0]
+    k, v, allowed = (x.repeat_interleave(group, 0) for x in (k_KED, v_KED, allowed_KTE))
+    return torch.nn.functional.scaled_dot_product_attention(q_NTD[None], k[None], v[None], attn_mask=allowed)[0]
+
+
+def worse(exact: Tensor, *plain: Tensor) -> Tensor:
+    """Of several plain ops the one with the larger error."""
+    return max(plain, key=lambda got: relative_error(got, exact))
+
+
 def causal(tokens: int, context: int, kv_heads: int, device: torch.device) -> Tensor:
     """[K, T, S]: token t of the last T sees everything up to itself."""
     allowed = torch.zeros(kv_heads, tokens, context, dtype=torch.bool, device=device)
