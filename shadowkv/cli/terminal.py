@@ -118,6 +118,7 @@ class _Lines:
             if now - started >= _WORTH_A_LINE_SECONDS:
                 self._note(f"{stage}: {total} of {total} in {format_seconds(now - started)}")
             del self._started[stage]
+            self._said.pop(stage, None)
         elif now - self._said.get(stage, started) >= _LINE_EVERY_SECONDS:
             self._said[stage] = now
             self._note(f"{stage}: {done} of {total}")
