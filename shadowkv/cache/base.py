@@ -281,5 +281,6 @@ class Cache(ABC, Generic[ConfigT, SequenceT]):
 
 
 def require_finite(layer: int, k_KSD: Tensor) -> None:
+    """Refuse keys that are NaN or infinite with a NumericsError that names the layer."""
     if not torch.isfinite(k_KSD).all():
         raise NumericsError(f"layer {layer}: a key is NaN or infinite; check the checkpoint and the dtype")

@@ -74,6 +74,7 @@ class ConfigOverrides:
 
 
 def family_of_config(config: Config) -> Family:
+    """The family that a config.json belongs to. Raises like :func:`family_of`."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no model_type; it names the model's architecture")
