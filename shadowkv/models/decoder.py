@@ -120,12 +120,13 @@ class Decoder:
         starts_B11 = torch.tensor(lengths, device=self.device)[:, None, None] - tokens
         positions_B1T = starts_B11 + torch.arange(tokens, device=self.device)
         rows_B11 = torch.tensor(rows, device=self.device)[:, None, None]
+        cos, sin = self.rope.cos_sin(positions_B1T, rows_B11)
         hidden_BTM = F.embedding(tokens_BT.to(self.device), self.embed)
         for i, weights in enumerate(self.layers):
             q_BTND, k_BTKD, v_BTKD = self._project(hidden_BTM, weights)
             # Queries and keys turn together: half the launches of two rotations.
             qk_BXTD = torch.cat([q_BTND, k_BTKD], dim=2).transpose(1, 2)
-            qk_BXTD = self.rope.rotate(qk_BXTD, positions_B1T, rows_B11)
+            qk_BXTD = self.rope.turn(qk_BXTD, cos, sin)
             q_BNTD, k_BKTD = torch.split(qk_BXTD, [self.spec.heads, self.spec.kv_heads], dim=1)
             cache.append(i, seqs, k_BKTD, v_BTKD.transpose(1, 2))
             views = cache.view(i, seqs, q_BNTD)

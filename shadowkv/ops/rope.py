@@ -71,16 +71,16 @@ class Rope:
 
     def rotate(self, x: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """Rotate x [..., D] to positions [...] that broadcast against x's leading axes."""
-        cos, sin = self.cos_sin(positions, rows)
-        return self._turn(x, cos, sin)
+        return self.turn(x, *self.cos_sin(positions, rows))
 
     def unrotate(self, x: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """Undo :meth:`rotate`; float32 inside, so exact to the rounding of x's dtype."""
         cos, sin = self.cos_sin(positions, rows)
         norm = cos.square() + sin.square()
-        return self._turn(x, cos / norm, -sin / norm)
+        return self.turn(x, cos / norm, -sin / norm)
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """:meth:`rotate` by angles from :meth:`cos_sin`, which all layers of a forward pass share."""
         rotary, rest = x[..., : self.rotary_dim].float(), x[..., self.rotary_dim :]
         if self.interleaved:
             a, b = rotary[..., 0::2], rotary[..., 1::2]
