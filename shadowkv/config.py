@@ -120,25 +120,37 @@ class SamplingParams:
     """
 
     max_tokens: int = 256
+    """The most tokens that are generated."""
     temperature: float = 0.0
+    """Flattens the distribution that tokens are drawn from; 0 always takes the most likely one."""
     top_p: float = 1.0
+    """Draw from the most likely tokens that have this much probability together."""
     top_k: int = 0
-    """0 keeps every token."""
+    """Draw from so many most likely tokens; 0 keeps every one."""
     min_p: float = 0.0
+    """Draw from tokens at least this times as likely as the most likely one."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the answer."""
     presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer holds."""
     frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for every time that the answer holds it."""
     seed: int | None = None
+    """Makes the draws repeatable."""
     n: int = 1
+    """Samples, each an answer of its own; the prompt is computed once."""
     logprobs: int | None = None
     """Log-probabilities of the chosen token and of this many most likely ones; None gives none."""
     stop: tuple[str, ...] = ()
+    """Texts that end the answer."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, besides the model's own end tokens."""
     include_stop_str_in_output: bool = False
+    """Leave the stop text at the end of the answer."""
     ignore_eos: bool = False
+    """Go on when the model ends its answer."""
     min_tokens: int = 0
-    """End tokens are not sampled before this many tokens."""
+    """End tokens are not chosen before this many tokens."""
 
     def __post_init__(self) -> None:
         stop: object = self.stop

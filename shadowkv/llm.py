@@ -5,16 +5,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-import torch
-
-from shadowkv.cache.arena import Arena
 from shadowkv.cache.methods import method_of
 from shadowkv.config import CacheConfig, SamplingParams, ShadowKVConfig
 from shadowkv.engine.engine import Engine, KeptContext
 from shadowkv.engine.memory import Memory, find_memory
-from shadowkv.engine.plan import Plan, make_plan, require_fit
+from shadowkv.engine.placement import choose_plan, find_device, make_arenas, parse_dtype
+from shadowkv.engine.plan import Plan
 from shadowkv.engine.request import Request, RequestOutput, StreamChunk
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.scheduler import Scheduler
@@ -30,9 +28,6 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, object]
 Progress = Callable[[str, int, int], None]
 """Told the name of a stage, what is done of it, and all there is."""
-
-SMALLEST_CONTEXT_TOKENS = 256
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class LLM:
@@ -77,7 +72,7 @@ class LLM:
         where = find_device(device)
         chosen_dtype = resolve_dtype(spec, where, parse_dtype(dtype))
         memory = find_memory(where, device_memory_bytes, host_memory_bytes)
-        plan = _plan(spec, config, chosen_dtype, memory, max_context_tokens, max_batch)
+        plan = choose_plan(spec, config, chosen_dtype, memory, max_context_tokens, max_batch)
         tokenizer = Tokenizer.load(files.path)
         on_weights = _stage(progress, "loading weights")
         decoder = load_decoder(files, device=where, dtype=chosen_dtype, progress=on_weights)
@@ -94,7 +89,7 @@ class LLM:
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}
         geometry, method = self.spec.geometry(decoder.dtype), method_of(config)
-        device, host = _arenas(plan, decoder.device)
+        device, host = make_arenas(plan, decoder.device)
         cache = method(geometry, config, decoder.rope, device, host)
 
         def price(capacity_tokens: int) -> tuple[int, int]:
@@ -118,7 +113,7 @@ class LLM:
         memory = find_memory(self.decoder.device, None, None)
         weights = self.plan.weight_bytes  # are there already, and are counted by the plan once more
         memory = Memory(memory.device_bytes + weights, memory.host_bytes, memory.shared)
-        plan = _plan(self.spec, cache, self.decoder.dtype, memory, self.max_context_tokens, self.plan.batch)
+        plan = choose_plan(self.spec, cache, self.decoder.dtype, memory, self.max_context_tokens, self.plan.batch)
         other = LLM.__new__(LLM)
         other._build(self.decoder, self.tokenizer, cache, plan, self._progress)
         return other
@@ -368,67 +363,6 @@ class Context:
         if not ids:
             raise RequestError("the question has no tokens; give at least one")
         return llm._submit([*self.token_ids, *ids], params or SamplingParams(), context=self._kept, keep=keep)
-
-
-def find_device(name: str) -> torch.device:
-    """The device of a name; "auto" is the first GPU if there is one, else the CPU.
-
-    Raises:
-        ConfigError: no such device on this machine.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:0, ...") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:0, ...")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device is {name!r}; this machine has {torch.cuda.device_count()} GPUs that torch can use")
-    return device
-
-
-def parse_dtype(name: str) -> torch.dtype | Literal["auto"]:
-    """The dtype of a name.
-
-    Raises:
-        ConfigError: it is none of those that models run in.
-    """
-    if name == "auto":
-        return "auto"
-    if name not in DTYPES:
-        raise ConfigError(f"dtype is {name!r}; allowed: auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _plan(
-    spec: ModelSpec,
-    config: CacheConfig,
-    dtype: torch.dtype,
-    memory: Memory,
-    max_context_tokens: int | None,
-    max_batch: int,
-) -> Plan:
-    """The plan for the context that was asked for, or for the longest that fits, halving from the model's."""
-    if max_batch < 1:
-        raise ConfigError(f"max_batch is {max_batch}; it must be at least 1")
-    context = max_context_tokens if max_context_tokens is not None else spec.context_tokens
-    while True:
-        plan = make_plan(
-            spec, config, dtype=dtype, context_tokens=context, output_tokens=0, memory=memory, max_batch=max_batch
-        )
-        if plan.batch or max_context_tokens is not None or context // 2 < SMALLEST_CONTEXT_TOKENS:
-            require_fit(plan)
-            return plan
-        context //= 2
-
-
-def _arenas(plan: Plan, device: torch.device) -> tuple[Arena, Arena]:
-    """Memory for as many of the longest sequences as the plan has."""
-    on_device = plan.batch * plan.chosen.sequence_device_bytes
-    on_host = plan.batch * plan.chosen.sequence_host_bytes
-    return Arena(on_device, device), Arena(on_host, "cpu", pinned=device.type == "cuda" and on_host > 0)
 
 
 def _stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

@@ -73,7 +73,7 @@ def compare(
     from shadowkv.engine.tokenizer import Tokenizer
     from shadowkv.eval import agreement
     from shadowkv.eval.provenance import Provenance
-    from shadowkv.llm import find_device, parse_dtype
+    from shadowkv.engine.placement import find_device, parse_dtype
     from shadowkv.models.load import load_decoder
     from shadowkv.models.locate import locate
 

@@ -70,9 +70,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(config):
     price = method_of(config).price(spec.geometry(torch.bfloat16), config, 60000)
     for shared in (False, True):
         memory = Memory(40 * GIB, 0 if shared else 30 * GIB, shared)
-        plan = make_plan(
-            spec, config, dtype=torch.bfloat16, context_tokens=60000, output_tokens=0, memory=memory
-        )
+        plan = make_plan(spec, config, dtype=torch.bfloat16, context_tokens=60000, output_tokens=0, memory=memory)
         fixed, batch = plan.weight_bytes + plan.activation_bytes, plan.batch
         assert batch > 0
 
