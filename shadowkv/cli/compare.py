@@ -70,10 +70,10 @@ def compare(
     whole_text = read_text(text)
     terminal = Terminal(quiet=quiet)
 
+    from shadowkv.engine.placement import find_device, parse_dtype
     from shadowkv.engine.tokenizer import Tokenizer
     from shadowkv.eval import agreement
     from shadowkv.eval.provenance import Provenance
-    from shadowkv.engine.placement import find_device, parse_dtype
     from shadowkv.models.load import load_decoder
     from shadowkv.models.locate import locate
 
