@@ -263,7 +263,8 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         coeff_SR = project(k_pre_SKD, tensors[f"basis.{layer}"], tensors[f"mean.{layer}"])
         tensors[f"coeff.{layer}"][chunks] = coeff_SR.reshape(-1, size, coeff_SR.shape[1])
         self.index.write(layer, tensors, first_chunk, k_KCLD)
-        tensors["values"][layer, :, chunks].copy_(v_KCLD)
+        for stored_CLD, v_CLD in zip(tensors["values"][layer, :, chunks], v_KCLD, strict=True):
+            stored_CLD.copy_(v_CLD)  # by head, since contiguous copies to pinned memory need no staging
 
     def _positions(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.device_arena.device)

@@ -16,6 +16,7 @@ from shadowkv.config import CacheConfig, FullConfig, ShadowKVConfig
 from shadowkv.engine.memory import Memory
 from shadowkv.errors import CapacityError, RequestError
 from shadowkv.models.spec import ModelSpec
+from shadowkv.ops.chunks import SLICE_TOKENS
 
 PREFILL_SLICE_TOKENS = 4096
 """Tokens of the prompt that pass through a projection or the MLP at a time."""
@@ -24,13 +25,20 @@ GB = 1e9
 
 
 def activation_bytes(spec: ModelSpec, dtype: torch.dtype, context_tokens: int, batch: int) -> int:
-    """Peak of one prefill of ``context_tokens`` (one layer's Q, K before and after RoPE, V, attention
-    output; residual stream; a slice of the MLP), and the logits of a batch in float32."""
-    per_token = 2 * spec.hidden + 2 * spec.q_rows + 3 * spec.kv_rows
-    per_slice_token = 3 * spec.ffn + 2 * spec.hidden + spec.q_rows + 2 * spec.kv_rows
-    elements = context_tokens * per_token + min(context_tokens, PREFILL_SLICE_TOKENS) * per_slice_token
-    widened_gram = 2 * 4 * min(context_tokens, 2 * PREFILL_SLICE_TOKENS) * spec.kv_rows
-    return elements * dtype.itemsize + widened_gram + 2 * 4 * batch * spec.vocab
+    """Peak of one prefill of ``context_tokens``, besides weights and cache, and the logits of a batch.
+
+    All the while there is the residual stream. Beside it there is either attention (one layer's queries,
+    keys before and after RoPE, values and outputs, and a slice of the projections), or the cache at work
+    (keys and values, and slices of keys widened to float32), or a slice of the MLP.
+    """
+    part = min(context_tokens, PREFILL_SLICE_TOKENS)
+    widened = 4 * 4 * min(context_tokens, SLICE_TOKENS) * spec.kv_rows
+    kv = 3 * spec.kv_rows * context_tokens * dtype.itemsize
+    attention = kv + (2 * context_tokens + part) * spec.q_rows * dtype.itemsize
+    cache = kv + context_tokens * (spec.q_rows + spec.kv_rows) * dtype.itemsize + widened
+    mlp = part * (3 * spec.ffn + 3 * spec.hidden) * dtype.itemsize + context_tokens * spec.q_rows * dtype.itemsize
+    residual = context_tokens * spec.hidden * dtype.itemsize
+    return residual + max(attention, cache, mlp) + 2 * 4 * batch * spec.vocab
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,28 @@ def split_chunks(x_KSD: Tensor, chunk_tokens: int) -> Tensor:
     return x_KSD[:, : chunks * chunk_tokens].reshape(kv_heads, chunks, chunk_tokens, dim)
 
 
+SLICE_TOKENS = 8192
+"""Tokens that are widened to float32 at a time: bounds the workspace whatever the context."""
+
+
+def _slices(k_KCLD: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(k_KCLD, max(SLICE_TOKENS // k_KCLD.shape[2], 1), dim=1)
+
+
 def chunk_means(k_KCLD: Tensor) -> Tensor:
     """Landmarks [K, C, D], summed in float32, in the keys' dtype."""
-    return k_KCLD.float().mean(dim=2).to(k_KCLD.dtype)
+    return torch.cat([part.float().mean(dim=2).to(k_KCLD.dtype) for part in _slices(k_KCLD)], dim=1)
 
 
 def min_cosine(k_KCLD: Tensor) -> Tensor:
     """The lowest cosine between a chunk's mean and its members, [K, C] in float32; 0 for zero vectors."""
-    k = k_KCLD.float()
-    unit = torch.nn.functional.normalize(k, dim=-1, eps=1e-30)
-    mean = torch.nn.functional.normalize(k.mean(dim=2, keepdim=True), dim=-1, eps=1e-30)
-    return (unit * mean).sum(-1).amin(dim=2)
+    return torch.cat([_min_cosine(part.float()) for part in _slices(k_KCLD)], dim=1)
+
+
+def _min_cosine(k_KCLD: Tensor) -> Tensor:
+    unit_KCLD = torch.nn.functional.normalize(k_KCLD, dim=-1, eps=1e-30)
+    mean_KC1D = torch.nn.functional.normalize(k_KCLD.mean(dim=2, keepdim=True), dim=-1, eps=1e-30)
+    return (unit_KCLD * mean_KC1D).sum(-1).amin(dim=2)
 
 
 def choose_outliers(k_KCLD: Tensor, outliers: int, sinks: int) -> Tensor:

@@ -53,22 +53,26 @@ def find_subspace(k_pre_SKD: Tensor, rank: int, *, centre: bool) -> Subspace:
         gram_XX += centred.mT @ centred
     if not torch.isfinite(gram_XX).all():
         raise NumericsError("keys are NaN or infinite")
-    values_X, vectors_XX = torch.linalg.eigh(gram_XX)
+    # In float64 even where float32 sums suffice: cuSOLVER's float32 eigenvectors are skew by up to 8e-5, and
+    # for K*D up to 1024 its float64 ones take no longer on an H200 (10.6 against 10.7 ms).
+    values_X, vectors_XX = torch.linalg.eigh(gram_XX.double())
     rank = min(rank, kv_heads * dim)
     kept, total = values_X[-rank:].clamp_min(0).sum(), values_X.clamp_min(0).sum()
     basis_XR = vectors_XX[:, -rank:].flip(1)
     return Subspace(
         basis_XR.reshape(kv_heads, dim, rank).float(),
         mean_X.reshape(kv_heads, dim).float(),
-        torch.where(total > 0, kept / total.clamp_min(torch.finfo(sums).tiny), 1.0).float(),
+        torch.where(total > 0, kept / total.clamp_min(torch.finfo(total.dtype).tiny), 1.0).float(),
     )
 
 
 def project(k_pre_SKD: Tensor, basis_KDR: Tensor, mean_KD: Tensor) -> Tensor:
     """Coefficients [S, R] of keys [S, K, D], in the keys' dtype."""
     basis_XR = basis_KDR.flatten(0, 1).float()
-    rows = [(part.float() - mean_KD.float()).flatten(1) @ basis_XR for part in torch.split(k_pre_SKD, SLICE_TOKENS)]
-    return torch.cat(rows).to(k_pre_SKD.dtype)
+    coeff_SR = k_pre_SKD.new_empty(k_pre_SKD.shape[0], basis_XR.shape[1])
+    for part, out in zip(torch.split(k_pre_SKD, SLICE_TOKENS), torch.split(coeff_SR, SLICE_TOKENS), strict=True):
+        out.copy_((part.float() - mean_KD.float()).flatten(1) @ basis_XR)
+    return coeff_SR
 
 
 def rebuild(coeff_MLR: Tensor, basis_MDR: Tensor, mean_MD: Tensor) -> Tensor:
