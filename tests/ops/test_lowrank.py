@@ -58,13 +58,11 @@ def test_the_subspace_is_the_best_one(device, dtype, rank, centre, layout):
     assert found.basis_KDR.dtype == found.mean_KD.dtype == torch.float32
     best = svd_energy(x, rank, centre)
     assert abs(kept_energy(x, found.basis_KDR, centre) - best) < ENERGY
-    # The columns and the share are as good as PyTorch's eigenvectors and singular values of this precision,
-    # which on some devices are further off than their rounding.
+    # Unit columns rounded to float32, whatever the device's float32 eigenvectors are worth.
+    assert skew(found.basis_KDR.flatten(0, 1)) <= 2 * torch.finfo(torch.float32).eps
+    # The share is as good as PyTorch's singular values of the sums' precision.
     wide = x.flatten(1).to(wider(dtype))
-    wide = wide - wide.mean(0) if centre else wide
-    vectors, squares = torch.linalg.eigh(wide.T @ wide).eigenvectors, torch.linalg.svdvals(wide).square()
-    rounding = HEADS * DIM * torch.finfo(torch.float32).eps
-    assert skew(found.basis_KDR.flatten(0, 1)) <= 2 * skew(vectors) + rounding
+    squares = torch.linalg.svdvals(wide - wide.mean(0) if centre else wide).square()
     plain = float(squares[:columns].sum() / squares.sum())
     assert abs(float(found.energy) - best) <= 2 * abs(plain - best) + ENERGY
 
