@@ -86,7 +86,6 @@ def sequence_regions(
     size, slots = config.chunk_tokens, config.resident_chunks
     chunks = -(-capacity_tokens // size)
     device += [
-        Region("outlier_ids", "bookkeeping", (layers, heads, config.outlier_chunks), torch.int32),
         Region("resident_ids", "bookkeeping", (layers, heads, slots), torch.int32),
         Region("last_used", "bookkeeping", (layers, heads, slots), torch.int32),
         Region("slot_of_chunk", "bookkeeping", (layers, heads, chunks), torch.int32),

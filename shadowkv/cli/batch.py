@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shadowkv.cli.failures import INTERRUPTED
-from shadowkv.cli.loading import MODEL_HELP, LoadSettings, open_llm
+from shadowkv.cli.loading import MODEL_HELP, USUAL_BATCH, LoadSettings, open_llm
 from shadowkv.cli.options import settings_as_flags
 from shadowkv.cli.terminal import Terminal
 from shadowkv.config import CacheConfig
@@ -51,7 +51,9 @@ def batch(
         if results.known:
             terminal.note(f"{output}: {len(results.known)} lines are there already")
         llm = open_llm(model, cache, load, terminal)
-        run = BatchRun(llm, model, results, look_ahead=2 * load.max_batch, default_max_tokens=max_tokens)
+        run = BatchRun(
+            llm, model, results, look_ahead=2 * (load.max_batch or USUAL_BATCH), default_max_tokens=max_tokens
+        )
         with terminal.counter("requests", total) as count:
             run.work(requests, count)
     except KeyboardInterrupt:

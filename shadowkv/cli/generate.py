@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from shadowkv.cli.failures import FAILED
-from shadowkv.cli.loading import MODEL_HELP, LoadSettings, open_llm, read_text
+from shadowkv.cli.loading import MODEL_HELP, LoadSettings, just_enough, open_llm, read_text
 from shadowkv.cli.options import settings_as_flags
 from shadowkv.cli.terminal import Terminal
 from shadowkv.config import CacheConfig, SamplingParams
@@ -43,6 +43,7 @@ def generate(
     """
     text = _input(prompt, prompt_file, context, question)
     terminal = Terminal(quiet=quiet)
+    load = just_enough(load, model, [text, *(question or [])], sampling)
     llm = open_llm(model, cache, load, terminal)
 
     from shadowkv.cli.answers import Answers

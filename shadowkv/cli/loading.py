@@ -1,17 +1,20 @@
 """How every command gets its model: the shared flags, and the call that loads."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shadowkv.cli.terminal import Terminal
-from shadowkv.config import CacheConfig
+from shadowkv.config import CacheConfig, SamplingParams
 from shadowkv.errors import RequestError
 
 if TYPE_CHECKING:
     from shadowkv.llm import LLM
 
+USUAL_BATCH = 64
+TEMPLATE_TOKENS = 256
+"""More than a chat template adds to a message (a default system message among it)."""
 MODEL_HELP = "Directory in Hugging Face layout, GGUF file, or a name: smollm2, smollm2-32k."
 
 
@@ -31,8 +34,8 @@ class LoadSettings:
     """Memory that values may take on the host; by default what is free."""
     max_context_tokens: int | None = None
     """Longest prompt plus answer to be served; by default what the model knows."""
-    max_batch: int = 64
-    """Requests that run at the same time, at most."""
+    max_batch: int | None = None
+    """Sequences that run at the same time, at most; by default what the command needs, or 64."""
 
 
 def open_llm(model: str, cache: CacheConfig, load: LoadSettings, terminal: Terminal) -> "LLM":
@@ -49,12 +52,29 @@ def open_llm(model: str, cache: CacheConfig, load: LoadSettings, terminal: Termi
             device_memory_bytes=load.device_memory_bytes,
             host_memory_bytes=load.host_memory_bytes,
             max_context_tokens=load.max_context_tokens,
-            max_batch=load.max_batch,
+            max_batch=load.max_batch or USUAL_BATCH,
             progress=terminal.report,
         )
     for line in llm.plan.lines():
         terminal.note(line)
     return llm
+
+
+def just_enough(load: LoadSettings, model: str, texts: list[str], sampling: SamplingParams) -> LoadSettings:
+    """Where the user set no limit: memory for these texts and answers only, since pinning memory takes time."""
+    from shadowkv.engine.tokenizer import Tokenizer
+    from shadowkv.models.load import load_spec
+    from shadowkv.models.locate import locate
+
+    context, batch = load.max_context_tokens, load.max_batch
+    if context is None:
+        files = locate(model, load.adapter)
+        tokenizer = Tokenizer.load(files.path)
+        context = sum(len(tokenizer.encode(text)) for text in texts) + sampling.max_tokens + TEMPLATE_TOKENS
+        context = min(context, load_spec(files).context_tokens)
+    if batch is None:
+        batch = sampling.n + (len(texts) > 1)  # the samples, and the context that they are copies of
+    return replace(load, max_context_tokens=context, max_batch=batch)
 
 
 def read_text(path: str) -> str:

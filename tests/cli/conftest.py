@@ -17,6 +17,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     fake = FakeLLM()
     for module in (batch, generate, demo):
         monkeypatch.setattr(module, "open_llm", lambda model, cache, load, terminal: fake)
+    monkeypatch.setattr(generate, "just_enough", lambda load, model, texts, sampling: load)
     return fake
 
 
