@@ -77,11 +77,12 @@ def compare(
     from shadowkv.models.load import load_decoder
     from shadowkv.models.locate import locate
 
-    files = locate(model, settings.adapter)
+    where, files = find_device(settings.device), locate(model, settings.adapter)
+    made = Provenance.here(where)
     with terminal.progress():
         decoder = load_decoder(
             files,
-            device=find_device(settings.device),
+            device=where,
             dtype=parse_dtype(settings.dtype),
             progress=lambda done, total: terminal.report("loading weights", done, total),
         )
@@ -90,7 +91,6 @@ def compare(
         chosen = [make for name, make in makers.items() if passage in (name, "both")]
         passages = [make(ids, settings.prompt_tokens, settings.steps) for make in chosen]
         results = [row for one in passages for row in agreement.compare(decoder, one, methods, terminal.report)]
-    made = Provenance.here(decoder.device)
     dtype = str(decoder.dtype).removeprefix("torch.")
     if json:
         rows = [row.to_dict() for row in results]
