@@ -1,11 +1,13 @@
 """One allocation of bytes on a device or in (pinned) host memory, carved into typed tensors."""
 
 import math
+import weakref
 
 import torch
 from torch import Tensor
 
 from shadowkv.cache.pool import Extent, Extents
+from shadowkv.errors import CapacityError
 
 
 class Arena(Extents):
@@ -13,13 +15,23 @@ class Arena(Extents):
 
     Args:
         pinned: page-locked host memory, which the GPU can copy from without waiting.
+
+    Raises:
+        CapacityError: the memory is not there, or the system does not lock that much.
     """
 
     def __init__(self, size_bytes: int, device: torch.device | str, *, pinned: bool = False) -> None:
         super().__init__(size_bytes)
         self.device = torch.device(device)
-        self.pinned = pinned
-        self._bytes = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device, pin_memory=pinned)
+        self.pinned = pinned and self.size_bytes > 0
+        try:
+            self._bytes = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # out of memory, on any device
+            raise CapacityError(
+                f"{self.size_bytes:,} bytes could not be allocated on {self.device}; lower the batch or the context"
+            ) from error
+        if self.pinned:
+            _pin(self._bytes)
 
     def carve(self, extent: Extent, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over the extent's bytes from ``offset`` (a multiple of the item size) on."""
@@ -27,3 +39,16 @@ class Arena(Extents):
         assert offset + size <= extent.size, "tensor reaches over its extent"
         start = extent.start + offset
         return self._bytes[start : start + size].view(dtype).view(shape)
+
+
+def _pin(memory: Tensor) -> None:
+    """Lock memory that is there already. PyTorch's own pinned allocator rounds up to a power of two, which
+    can be twice what a plan has counted."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    failed = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if failed:
+        raise CapacityError(
+            f"{memory.nbytes:,} bytes of host memory could not be page-locked (CUDA error {failed}); lower the host "
+            "memory or the batch, or raise the limit on locked memory (ulimit -l)"
+        )
+    weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())

@@ -74,4 +74,4 @@ def make_arenas(plan: Plan, device: torch.device) -> tuple[Arena, Arena]:
     """Memory for as many of the longest sequences as the plan has."""
     on_device = plan.batch * plan.chosen.sequence_device_bytes
     on_host = plan.batch * plan.chosen.sequence_host_bytes
-    return Arena(on_device, device), Arena(on_host, "cpu", pinned=device.type == "cuda" and on_host > 0)
+    return Arena(on_device, device), Arena(on_host, "cpu", pinned=device.type == "cuda")

@@ -169,7 +169,7 @@ def _open(decoder: Decoder, label: str, config: CacheConfig, tokens: int) -> _Su
     method.check(geometry, config)
     price = method.price(geometry, config, tokens)
     device = Arena(price.device_bytes, decoder.device)
-    host = Arena(price.host_bytes, "cpu", pinned=decoder.device.type == "cuda" and price.host_bytes > 0)
+    host = Arena(price.host_bytes, "cpu", pinned=decoder.device.type == "cuda")
     cache = method(geometry, config, decoder.rope, device, host)
     return _Subject(label, cache, cache.open(tokens))
 

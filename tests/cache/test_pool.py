@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from shadowkv.cache.arena import Arena
 from shadowkv.cache.layout import Region, bytes_by_kind, carve, copy_overlap, total_bytes
 from shadowkv.cache.pool import ALIGN_BYTES, Extent, Extents, aligned, release, reserve
+from shadowkv.errors import CapacityError
 
 UNITS = 24
 
@@ -209,3 +210,19 @@ def test_what_two_sequences_have_in_common_is_copied(device):
     assert target["crossed"].tolist() == [[0, 1], [3, 4], [-1, -1]]
     assert target["only there"].tolist() == [-1, -1]
     assert source["longer"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_memory_that_the_system_does_not_have_is_a_capacity_error(device):
+    with pytest.raises(CapacityError, match="could not be allocated"):
+        Arena(1 << 60, device)
+
+
+def test_pinned_memory_is_pinned_and_exact(device):
+    if device.type != "cuda":
+        pytest.skip("pinning needs a GPU")
+    size = (1 << 20) + ALIGN_BYTES  # just above a power of two
+    arena = Arena(size, "cpu", pinned=True)
+    extent = arena.allocate(size)
+    tensor = arena.carve(extent, 0, (size,), torch.uint8)
+    assert tensor.is_pinned()
+    assert arena.size_bytes == size
