@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 GB = 1e9
 USUAL_CONTEXT_TOKENS = 131072
+USUAL_OUTPUT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class PlanSettings:
 
     context_tokens: int | None = field(default=None, metadata={"option": "--context"})
     """Length of the prompt; by default 128K with the answer, or what the model takes."""
-    output_tokens: int = 1024
-    """Length of the answer, for which memory is kept as well."""
+    output_tokens: int | None = None
+    """Length of the answer, for which memory is kept as well; by default 1K, or what the context leaves of it."""
     gpu_memory_bytes: int = 80 * 1024**3
     """Memory of the GPU."""
     host_memory_bytes: int = 512 * 1024**3
@@ -45,6 +46,13 @@ class PlanSettings:
     """float32, bfloat16, float16, or auto: the model's own."""
     adapter: str | None = None
     """Directory of a LoRA adapter in peft's format, which may change how long a context the model takes."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hit_rate <= 1:
+            raise ConfigError(f"--hit-rate is {self.hit_rate:g}; it must be from 0 to 1")
+        for option, value in (("--gpu-bandwidth", self.gpu_bandwidth), ("--pcie-bandwidth", self.pcie_bandwidth)):
+            if value <= 0:
+                raise ConfigError(f"{option} is {value:g}; it must be more than 0")
 
 
 @settings_as_flags
@@ -65,15 +73,13 @@ def plan(
     from shadowkv.models.locate import locate
 
     spec = load_spec(locate(model, settings.adapter))
-    context = settings.context_tokens
-    if context is None:
-        context = min(spec.context_tokens, USUAL_CONTEXT_TOKENS) - settings.output_tokens
+    context, output = _lengths(settings, spec)
     made = make_plan(
         spec,
         cache,
         dtype=_dtype(settings.dtype, spec),
         context_tokens=context,
-        output_tokens=settings.output_tokens,
+        output_tokens=output,
         memory=Memory(settings.gpu_memory_bytes, settings.host_memory_bytes),
         gpu_gb_s=settings.gpu_bandwidth / GB,
         pcie_gb_s=settings.pcie_bandwidth / GB,
@@ -90,6 +96,21 @@ def plan(
     show(_table(made))
     for line in _figures(made):
         show(line)
+
+
+def _lengths(settings: PlanSettings, spec: "ModelSpec") -> tuple[int, int]:
+    """Tokens of context and of output. Raises ConfigError where an output leaves no context."""
+    context, output = settings.context_tokens, settings.output_tokens
+    if output is None:
+        left = spec.context_tokens - (context if context is not None else 1)
+        output = USUAL_OUTPUT_TOKENS if left < 0 else min(USUAL_OUTPUT_TOKENS, left)
+    if context is None:
+        if output >= spec.context_tokens:
+            raise ConfigError(
+                f"--output-tokens is {output:,}; {spec.architecture} takes {spec.context_tokens:,} tokens in all"
+            )
+        context = max(min(spec.context_tokens, USUAL_CONTEXT_TOKENS) - output, 1)
+    return context, output
 
 
 def _dtype(name: str, spec: "ModelSpec") -> "torch.dtype":

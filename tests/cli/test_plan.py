@@ -65,3 +65,27 @@ def test_refusals(run: Run, model: Path, tmp_path: Path) -> None:
     assert "2,098,176 tokens together" in result.stderr
     assert run("plan", tmp_path / "nothing").exit_code == 1
     assert run("plan", model, "--dtype", "int4").exit_code == 2
+
+
+def test_a_context_as_long_as_the_model_takes_leaves_the_answer_what_is_left(run: Run, model: Path) -> None:
+    for context, output in (("1M", 0), ("1048000", 576), ("8k", 1024)):
+        result = run("plan", model, "--json", "--context", context)
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["output_tokens"] == output
+    assert run("plan", model, "--context", "1M", "--output-tokens", 1).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--hit-rate", "2"), "--hit-rate is 2; it must be from 0 to 1"),
+        (("--hit-rate", "-0.1"), "--hit-rate is -0.1; it must be from 0 to 1"),
+        (("--pcie-bandwidth", "0"), "--pcie-bandwidth is 0; it must be more than 0"),
+        (("--gpu-bandwidth", "0"), "--gpu-bandwidth is 0; it must be more than 0"),
+        (("--output-tokens", "2M"), "--output-tokens is 2,097,152; llama takes 1,048,576 tokens in all"),
+    ],
+)
+def test_silly_numbers(run: Run, model: Path, words: tuple[str, str], says: str) -> None:
+    result = run("plan", model, *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
