@@ -11,10 +11,11 @@ from shadowkv.cli.options import flags_of, settings_as_flags
 from shadowkv.cli.parse import format_bytes
 from shadowkv.cli.terminal import Terminal, show
 from shadowkv.config import CacheConfig, FullConfig
-from shadowkv.errors import ConfigError
+from shadowkv.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from shadowkv.eval.agreement import Agreement, Estimate
+    from shadowkv.models.spec import ModelSpec
 
 COLUMNS = (
     "method",
@@ -44,6 +45,11 @@ class CompareSettings:
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto: the model's own."""
 
+    def __post_init__(self) -> None:
+        for option, count in (("--prompt-tokens", self.prompt_tokens), ("--steps", self.steps)):
+            if count < 1:
+                raise ConfigError(f"{option} is {count}; it must be at least 1")
+
 
 @settings_as_flags
 def compare(
@@ -64,6 +70,8 @@ def compare(
     """Feed a text's next tokens to full attention and to a method, and compare their logits step by step."""
     if passage not in ("natural", "copy", "both"):
         raise ConfigError(f"--passage is {passage!r}; allowed: natural, copy, both")
+    if json and markdown:
+        raise ConfigError("--json and --markdown exclude each other; give one")
     methods: list[tuple[str, CacheConfig]] = [("base", cache)] if not isinstance(cache, FullConfig) else []
     for option in sweep or []:
         methods += swept(cache, option)
@@ -74,11 +82,16 @@ def compare(
     from shadowkv.engine.tokenizer import Tokenizer
     from shadowkv.eval import agreement
     from shadowkv.eval.provenance import Provenance
-    from shadowkv.models.load import load_decoder
+    from shadowkv.models.load import load_decoder, load_spec
     from shadowkv.models.locate import locate
 
     where, files = find_device(settings.device), locate(model, settings.adapter)
     made = Provenance.here(where)
+    ids = Tokenizer.load(files.path).encode(whole_text)
+    makers = {"natural": agreement.natural_passage, "copy": agreement.copy_passage}
+    chosen = [make for name, make in makers.items() if passage in (name, "both")]
+    passages = [make(ids, settings.prompt_tokens, settings.steps) for make in chosen]
+    _check_length(settings, load_spec(files))
     with terminal.progress():
         decoder = load_decoder(
             files,
@@ -86,10 +99,6 @@ def compare(
             dtype=parse_dtype(settings.dtype),
             progress=lambda done, total: terminal.report("loading weights", done, total),
         )
-        ids = Tokenizer.load(files.path).encode(whole_text)
-        makers = {"natural": agreement.natural_passage, "copy": agreement.copy_passage}
-        chosen = [make for name, make in makers.items() if passage in (name, "both")]
-        passages = [make(ids, settings.prompt_tokens, settings.steps) for make in chosen]
         results = [row for one in passages for row in agreement.compare(decoder, one, methods, terminal.report)]
     dtype = str(decoder.dtype).removeprefix("torch.")
     if json:
@@ -102,6 +111,14 @@ def compare(
         rows_of = [row for row in results if row.passage == one.name]
         title = f"{one.name}: {model} in {dtype}, {len(one.prompt_ids):,} tokens, {settings.steps} steps; {made.line()}"
         _print(title, [_cells(row) for row in rows_of], markdown=markdown)
+
+
+def _check_length(settings: CompareSettings, spec: "ModelSpec") -> None:
+    if settings.prompt_tokens + settings.steps > spec.context_tokens:
+        raise RequestError(
+            f"{settings.prompt_tokens:,} tokens of prompt and {settings.steps:,} steps; "
+            f"{spec.architecture} takes {spec.context_tokens:,} ({spec.context_limit})"
+        )
 
 
 def swept(base: CacheConfig, option: str) -> list[tuple[str, CacheConfig]]:
@@ -117,7 +134,7 @@ def swept(base: CacheConfig, option: str) -> list[tuple[str, CacheConfig]]:
         raise ConfigError(f"--sweep is {option!r}; give SETTING=VALUE,... with one of {', '.join(flags)}")
     made: list[tuple[str, CacheConfig]] = []
     for value in values.split(","):
-        change: dict[str, Any] = {flag.field: flag.value(value)}
+        change: dict[str, Any] = {flag.field: flag.swept_value(value)}
         made.append((f"{name}={value}", replace(base, **change)))
     return made
 

@@ -23,6 +23,8 @@ from shadowkv.errors import ConfigError
 
 Given = str | bool | list[str] | None
 """What typer hands over for a generated flag; None where the user did not write it."""
+SWITCH = {"yes": True, "no": False}
+"""How a switch is written where it is not a flag of its own."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class Flag:
             return self.read(given)
         except ConfigError as error:
             raise ConfigError(f"{self.option}: {error}") from None
+
+    def swept_value(self, text: str) -> object:
+        """The field's value where a switch, too, is written as text. Raises ConfigError that names the flag."""
+        if self.annotation != (bool | None):
+            return self.value(text)
+        if text not in SWITCH:
+            raise ConfigError(f"{self.option}: {text!r} is not allowed; allowed: {', '.join(SWITCH)}")
+        return SWITCH[text]
 
     def parameter(self, panel: str) -> inspect.Parameter:
         """The parameter that makes typer show and parse this flag."""
