@@ -11,7 +11,7 @@ from shadowkv.cli.loading import MODEL_HELP, USUAL_BATCH, LoadSettings, open_llm
 from shadowkv.cli.options import settings_as_flags
 from shadowkv.cli.terminal import Terminal
 from shadowkv.config import CacheConfig
-from shadowkv.errors import ConfigError
+from shadowkv.errors import ConfigError, RequestError
 
 
 @settings_as_flags
@@ -35,7 +35,7 @@ def batch(
     Results come in the order in which they finish. Run the same command again after an interruption:
     lines that are in the output are not done twice.
     """
-    from shadowkv.cli.batch_files import count_lines, open_results
+    from shadowkv.cli.batch_files import open_results, read_envelopes, survey
     from shadowkv.cli.batch_run import BatchRun
 
     if not requests.is_file():
@@ -44,17 +44,25 @@ def batch(
         raise ConfigError(f"--output is the input, {requests}; name another file")
     if overwrite and retry_errors:
         raise ConfigError("--overwrite does everything anew; leave out --retry-errors")
+    if next(read_envelopes(requests, max_tokens), None) is None:
+        raise RequestError(f"{requests} holds no requests")
     terminal = Terminal(quiet=quiet)
-    total = count_lines(requests)
     results = open_results(output, overwrite=overwrite, retry_errors=retry_errors)
     try:
+        work = survey(requests, results.known)
+        if work.gone:
+            some = ", ".join(work.gone[:3])
+            terminal.warn(f"{len(work.gone)} finished custom_ids are not in {requests} any more, among them {some}")
         if results.known:
-            terminal.note(f"{output}: {len(results.known)} lines are there already")
+            rest = "" if work.left else "; nothing is left to do"
+            terminal.note(f"{output}: {len(results.known)} lines are there already{rest}")
+        if not work.left:
+            return
         llm = open_llm(model, cache, load, terminal)
         run = BatchRun(
             llm, model, results, look_ahead=2 * (load.max_batch or USUAL_BATCH), default_max_tokens=max_tokens
         )
-        with terminal.counter("requests", total) as count:
+        with terminal.counter("requests", work.lines) as count:
             run.work(requests, count)
     except KeyboardInterrupt:
         terminal.note(f"interrupted; run the same command again to go on from {output}")
@@ -63,6 +71,3 @@ def batch(
         results.close()
     for line in run.summary():
         terminal.note(line)
-    if run.gone:
-        some = ", ".join(sorted(run.gone)[:3])
-        terminal.warn(f"{len(run.gone)} finished custom_ids are not in {requests} any more, among them {some}")

@@ -1,7 +1,8 @@
 """The files of a batch: requests read one at a time, results appended so that an interruption costs one line.
 
-A result is one ``write`` of one line. What an interruption can leave is therefore a torn last line, which
-is cut off when the file is opened again. Knows the format's envelope; knows no model.
+A result is one ``write`` of one line, where the disk has room for it. What an interruption can leave is
+therefore a torn last line, which is cut off when the file is opened again. Knows the format's envelope;
+knows no model.
 """
 
 import json
@@ -37,10 +38,20 @@ class Envelope:
         return f"id:{self.custom_id}" if own else f"line:{self.number}"
 
 
-def count_lines(path: Path) -> int:
-    """Lines with something on them, without keeping any."""
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+@dataclass(frozen=True)
+class Survey:
+    """What there is to do: all lines, how many are not in the results, custom_ids that are only there."""
+
+    lines: int
+    left: int
+    gone: tuple[str, ...]
+
+
+def survey(path: Path, known: set[str]) -> Survey:
+    """Compare a batch file with the results that are there already."""
+    keys = {envelope.key for envelope in read_envelopes(path, None)}
+    gone = sorted(key.removeprefix("id:") for key in known - keys if key.startswith("id:"))
+    return Survey(len(keys), len(keys - known), tuple(gone))
 
 
 def read_envelopes(path: Path, default_max_tokens: int | None) -> Iterator[Envelope]:
@@ -99,9 +110,10 @@ class Results:
         self._synced_at = time.monotonic()
 
     def write(self, row: Json) -> None:
-        """Append one result in a single write."""
-        self._file.write(_line(row))
-        self._file.flush()
+        """Append one result, in a single write unless the disk is full."""
+        line = memoryview(_line(row))
+        while line:  # a disk with room for a part takes it without a word, and refuses only what follows
+            line = line[self._file.write(line) :]
         self._unsynced += 1
         if self._unsynced >= _SYNC_LINES or time.monotonic() - self._synced_at > _SYNC_SECONDS:
             self._sync()
@@ -128,9 +140,11 @@ def open_results(path: Path, *, overwrite: bool = False, retry_errors: bool = Fa
     """Open the output, cut off a torn last line, and learn which lines are done.
 
     Raises:
-        ConfigError: the file holds something that is not a result of this command.
+        ConfigError: the file holds something that is not a result of this command, or is no file.
     """
     known: set[str] = set()
+    if str(path) == "-" or (path.exists() and not path.is_file()):
+        raise ConfigError(f"--output {path} is no file that finished lines can be read from again; name one")
     if overwrite or not path.exists():
         return Results(path.open("wb", buffering=0), known)
     _mend(path)

@@ -46,12 +46,10 @@ class BatchRun:
         self._started = time.monotonic()
         self.done = self.failed = self.skipped = 0
         self.prompt_tokens = self.generated_tokens = 0
-        self.gone: set[str] = set()
 
     def work(self, requests: Path, count: Count) -> None:
         """Do every line that the results do not hold yet."""
         self._started = time.monotonic()
-        unseen = set(self._results.known)
         envelopes = read_envelopes(requests, self._default_max_tokens)
         more = True
         while more or self._jobs:
@@ -59,9 +57,8 @@ class BatchRun:
                 envelope = next(envelopes, None)
                 more = envelope is not None
                 if envelope is None:
-                    self.gone = {key.removeprefix("id:") for key in unseen if key.startswith("id:")}
-                elif envelope.key in self._results.known:
-                    unseen.discard(envelope.key)
+                    break
+                if envelope.key in self._results.known:
                     self.skipped += 1
                 else:
                     self._take(envelope)

@@ -1,17 +1,22 @@
 """``shadowkv batch``: a bad line loses no other, and an interruption costs nothing that is finished."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shadowkv.cli import batch
 from shadowkv.cli.batch_files import open_results
 from shadowkv.cli.batch_run import BatchRun
 from shadowkv.errors import ConfigError
 from tests.cli.conftest import Run
 from tests.cli.fakes import FakeLLM
+from tests.repo.tree import ROOT
 
 
 def request(custom_id: str, prompt: object = "hello", **body: object) -> str:
@@ -152,6 +157,47 @@ def test_refused_files(llm: FakeLLM, run: Run, source: Path, tmp_path: Path) -> 
         result = run("batch", "m", source, "--output", tmp_path / "diary")
         assert (result.exit_code, "name another --output" in result.stderr) == (2, True)
         assert (tmp_path / "diary").read_text(encoding="utf-8") == text
+
+
+def test_outputs_that_cannot_be_read_back_are_refused(llm: FakeLLM, run: Run, source: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for output in ("/dev/full", "/dev/zero", tmp_path / "pipe", tmp_path, "-"):
+        result = run("batch", "m", source, "--output", output)
+        assert (result.exit_code, f"--output {output} is no file" in result.stderr) == (2, True), result.stderr
+    assert not Path("-").exists()
+
+
+def test_nothing_to_do_loads_nothing(
+    llm: FakeLLM, run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("batch", "m", source, "--output", tmp_path / "out")
+    monkeypatch.setattr(batch, "open_llm", lambda *_: pytest.fail("the model is loaded"))
+    result = run("batch", "m", source, "--output", tmp_path / "out")
+    assert (result.exit_code, "9 lines are there already; nothing is left to do" in result.stderr) == (0, True)
+    (tmp_path / "empty").write_text("\n\n")
+    result = run("batch", "m", tmp_path / "empty", "--output", tmp_path / "none")
+    assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path / 'empty'} holds no requests\n")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_disk_that_fills_up_keeps_what_is_whole(source: Path, tmp_path: Path) -> None:
+    """The kernel writes the part of the last line that fits, and says so only by its number of bytes."""
+    finish(source, tmp_path / "whole")
+    room = (tmp_path / "whole").stat().st_size - 20
+    program = (
+        "import resource, sys, pathlib\n"
+        "from tests.cli.test_batch import finish\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, resource.RLIM_INFINITY))\n"
+        "finish(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))\n"
+    )
+    output = tmp_path / "out"
+    child = subprocess.run(
+        [sys.executable, "-c", program, source, output], capture_output=True, cwd=ROOT, check=False, text=True
+    )
+    assert "File too large" in child.stderr
+    assert output.stat().st_size == room
+    finish(source, output)
+    assert sorted(str(row["custom_id"]) for row in rows(output)) == [f"id-{i}" for i in range(9)]
 
 
 def test_half_a_surrogate_pair_survives(llm: FakeLLM, run: Run, tmp_path: Path) -> None:
