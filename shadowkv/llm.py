@@ -2,9 +2,9 @@
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from shadowkv.cache.methods import method_of
@@ -76,6 +76,7 @@ class LLM:
         tokenizer = Tokenizer.load(files.path)
         on_weights = _stage(progress, "loading weights")
         decoder = load_decoder(files, device=where, dtype=chosen_dtype, progress=on_weights)
+        self._max_batch = max_batch
         self._build(decoder, tokenizer, config, plan, progress)
 
     def _build(
@@ -88,7 +89,10 @@ class LLM:
         self._progress = progress
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}
+        self._streams: dict[str, deque[StreamChunk]] = {}
         geometry, method = self.spec.geometry(decoder.dtype), method_of(config)
+        if progress is not None and decoder.device.type == "cuda":  # locking takes about a second per GB
+            progress("locking host memory", 0, plan.batch * plan.chosen.sequence_host_bytes)
         device, host = make_arenas(plan, decoder.device)
         cache = method(geometry, config, decoder.rope, device, host)
 
@@ -99,7 +103,7 @@ class LLM:
         self.engine = Engine(
             Runner(decoder, cache),
             tokenizer,
-            Scheduler(device, host, price, max_batch=plan.batch),
+            Scheduler(device, host, price, max_batch=self._max_batch),
             max_context_tokens=self.max_context_tokens,
             end_token_ids=tokenizer.end_token_ids,
         )
@@ -113,8 +117,9 @@ class LLM:
         memory = find_memory(self.decoder.device, None, None)
         weights = self.plan.weight_bytes  # are there already, and are counted by the plan once more
         memory = Memory(memory.device_bytes + weights, memory.host_bytes, memory.shared)
-        plan = choose_plan(self.spec, cache, self.decoder.dtype, memory, self.max_context_tokens, self.plan.batch)
+        plan = choose_plan(self.spec, cache, self.decoder.dtype, memory, self.max_context_tokens, self._max_batch)
         other = LLM.__new__(LLM)
+        other._max_batch = self._max_batch
         other._build(self.decoder, self.tokenizer, cache, plan, self._progress)
         return other
 
@@ -156,10 +161,9 @@ class LLM:
         with self._reporting(progress):
             return self._run([self.tokenizer.encode_chat(c) for c in conversations], params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
         """Answer one prompt piece by piece. A stream that is closed early cancels its request."""
-        request_id = self.submit(prompt, params)
-        return self._stream(request_id)
+        return Stream(self, self.submit(prompt, params))
 
     def context(self, prompt: Prompt, *, progress: Progress | None = None) -> "Context":
         """Prefill a text once, to ask several questions of it.
@@ -184,9 +188,8 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests that ended with it."""
-        outputs = self.engine.step().outputs
-        for request_id in list(self._finished):
-            outputs.append(self._finished.pop(request_id))
+        self._advance()
+        outputs, self._finished = list(self._finished.values()), {}
         return outputs
 
     def cancel(self, request_id: str) -> bool:
@@ -252,38 +255,61 @@ class LLM:
             self._progress = usual
             self.engine.on_prefill = None
 
+    def _advance(self) -> None:
+        """One step of the engine; whoever waits for something finds it in its place."""
+        result = self.engine.step()
+        for chunk in result.chunks:
+            if chunk.request_id in self._streams:
+                self._streams[chunk.request_id].append(chunk)
+        for output in result.outputs:
+            if self._streams.pop(output.request_id, None) is None:
+                self._finished[output.request_id] = output
+
     def _wait(self, ids: Sequence[str]) -> list[RequestOutput]:
         """Step until these requests have ended; others that end meanwhile are kept for :meth:`step`."""
-        mine: dict[str, RequestOutput] = {}
+        wanted, mine = set(ids), dict[str, RequestOutput]()
         while len(mine) < len(ids):
-            for output in self.engine.step().outputs:
-                (mine if output.request_id in ids else self._finished)[output.request_id] = output
+            self._advance()
+            mine |= {name: self._finished.pop(name) for name in wanted & self._finished.keys()}
             if self._progress is not None:
                 self._progress("requests", len(mine), len(ids))
         return [mine[request_id] for request_id in ids]
 
-    def _stream(self, request_id: str) -> Iterator[StreamChunk]:
-        params_n = self.engine.samples_of(request_id)
-        ended = 0
-        try:
-            while ended < params_n:
-                result = self.engine.step()
-                for output in result.outputs:
-                    if output.request_id != request_id:
-                        self._finished[output.request_id] = output
-                for chunk in result.chunks:
-                    if chunk.request_id == request_id:
-                        ended += chunk.finished is not None
-                        yield chunk
-        finally:
-            if ended < params_n:
-                self._abandon([request_id])
-
     def _abandon(self, ids: Sequence[str]) -> None:
-        """Cancel requests whose caller has gone, and forget their outputs."""
+        """Cancel requests whose caller has gone, and forget what came of them."""
         for request_id in ids:
-            if self.engine.cancel(request_id):
-                self.engine.forget(request_id)
+            self.engine.cancel(request_id)
+            self.engine.forget(request_id)
+            self._finished.pop(request_id, None)
+            self._streams.pop(request_id, None)
+
+
+class Stream(Iterator[StreamChunk]):
+    """One answer, piece by piece. Made by :meth:`LLM.stream` and :meth:`Context.stream`."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._chunks = llm._streams[request_id] = deque()
+
+    def __next__(self) -> StreamChunk:
+        while not self._chunks and self._running:
+            self._llm._advance()
+        if not self._chunks:
+            raise StopIteration
+        return self._chunks.popleft()
+
+    @property
+    def _running(self) -> bool:
+        return self._llm._streams.get(self._request_id) is self._chunks
+
+    def close(self) -> None:
+        """End here; a request that is still running is cancelled."""
+        if self._running:
+            self._llm._abandon([self._request_id])
+        self._chunks.clear()
+
+    __del__ = close
 
 
 class Context:
@@ -335,13 +361,11 @@ class Context:
             self._llm._abandon(ids)
             raise
 
-    def stream(
-        self, question: Prompt, params: SamplingParams | None = None, *, keep: bool = False
-    ) -> Iterator[StreamChunk]:
+    def stream(self, question: Prompt, params: SamplingParams | None = None, *, keep: bool = False) -> Stream:
         """Answer one question piece by piece."""
         if keep and params is not None and params.n != 1:
             raise RequestError("keep goes on from one answer: ask with n=1")
-        return self._llm._stream(self._submit(question, params, keep))
+        return Stream(self._llm, self._submit(question, params, keep))
 
     def release(self) -> None:
         """Give the memory back. A second time does nothing."""
@@ -350,9 +374,7 @@ class Context:
     def __enter__(self) -> "Context":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _submit(self, question: Prompt, params: SamplingParams | None, keep: bool) -> str:
