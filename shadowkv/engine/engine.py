@@ -6,7 +6,8 @@ request whose own work fails ends with the reason "error" and takes no other dow
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -53,8 +54,13 @@ class _Entry:
     request: Request
     context: KeptContext | None
     keep: bool
+    cancelled: bool = False
     samples: dict[int, _Sample] = field(default_factory=dict)
     done: dict[int, Completion] = field(default_factory=dict)
+
+
+class _Cancelled(Exception):
+    """Breaks off the prefill of a request that was cancelled by whoever watched it."""
 
 
 @dataclass
@@ -90,6 +96,7 @@ class Engine:
         """Told the prompt tokens done and in all while a prompt is computed."""
         self.sampler = Sampler(runner.decoder.spec.vocab, runner.decoder.device)
         self._entries: dict[str, _Entry] = {}
+        self._prefilling: _Entry | None = None
         self._result = StepResult()
 
     @property
@@ -105,11 +112,14 @@ class Engine:
             keep: when the only sample ends well, let the context hold prompt and answer from then on.
 
         Raises:
-            RequestError: too long for the model or the plan, or an unknown token.
+            RequestError: too long for the model or the plan, an unknown token, or a second ``keep`` on one
+                context at the same time.
             CapacityError: it would not fit even alone.
         """
         self._check(request)
         assert (context is not None) == bool(request.reused_tokens), "reused tokens come from a context"
+        if keep and any(entry.keep and entry.context is context for entry in self._entries.values()):
+            raise RequestError("a context goes on from one answer at a time; wait for the one before, or cancel it")
         self.scheduler.add(request)
         self._entries[request.id] = _Entry(request, context, keep)
 
@@ -118,29 +128,28 @@ class Engine:
         step = self.scheduler.schedule()
         for refusal in step.refused:
             self._end_unstarted(self._entries[refusal.request.id], FinishReason.ERROR, str(refusal.error))
-        if step.decode:
+        next_in = [self._entries[admission.request.id] for admission in step.admit]
+        with self._ending_on_error(next_in):  # those whose turn had not come
             self._decode([self._entries[request.id].samples[index] for request, index in step.decode])
-        for admission in step.admit:
-            self._admit(admission)
+            for admission in step.admit:
+                self._admit(next_in.pop(0), admission)
         result, self._result = self._result, StepResult()
         return result
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; its memory is free at once. The next step reports it. False: not here."""
         entry = self._entries.get(request_id)
-        if entry is None:
+        if entry is None or entry.cancelled:
             return False
-        self._end_all(entry, FinishReason.CANCELLED, None)
+        entry.cancelled = True
+        if entry is not self._prefilling:  # else the prefill ends itself, and then gives its memory back
+            self._end_all(entry, FinishReason.CANCELLED, None)
         return True
 
     def forget(self, request_id: str) -> None:
         """Drop what is waiting to be reported of a request."""
         self._result.outputs = [out for out in self._result.outputs if out.request_id != request_id]
         self._result.chunks = [chunk for chunk in self._result.chunks if chunk.request_id != request_id]
-
-    def samples_of(self, request_id: str) -> int:
-        """How many samples a request that has not ended asks for."""
-        return self._entries[request_id].request.params.n
 
     def keep(self, token_ids: tuple[int, ...]) -> KeptContext:
         """Prefill a context outside of any request; :meth:`drop` gives its memory back.
@@ -165,37 +174,46 @@ class Engine:
 
     # Admission.
 
-    def _admit(self, admission: Admission) -> None:
-        request = admission.request
-        entry = self._entries[request.id]
+    def _admit(self, entry: _Entry, admission: Admission) -> None:
+        request = entry.request
         request.admitted = time.monotonic()
-        try:
+        with self._ending_on_error([entry]):
             seq, logits_V = self._prefill(entry, admission.reservations[0])
             self._add_sample(entry, 0, seq)
             for index, reservation in enumerate(admission.reservations[1:], start=1):
                 self._add_sample(entry, index, self.runner.cache.fork(seq, reservation))
-        except Exception as error:  # one request's failure is its own
-            self._fail(entry, error)
-            return
-        request.prefilled = time.monotonic()
-        self._choose(list(entry.samples.values()), logits_V.expand(request.params.n, -1))
+            request.prefilled = time.monotonic()
+            self._choose(list(entry.samples.values()), logits_V.expand(request.params.n, -1))
 
     def _prefill(self, entry: _Entry, reservation: Reservation) -> tuple[CachedSequence, Tensor]:
         tokens, context = entry.request.prompt_token_ids, entry.context
-        if context is None:
-            return self.runner.prefill(reservation, tokens, self.on_prefill)
-        if context.seq is None:
+        if context is not None and context.seq is None:
             raise RequestError("the context was released before the request could run")
-        reused = entry.request.reused_tokens
-        if self.runner.must_recompute(reused, len(tokens)):
-            entry.request.reused_tokens = 0
-            return self.runner.prefill(reservation, tokens, self.on_prefill)
-        seq = self.runner.cache.fork(context.seq, reservation)
+        self._prefilling = entry
         try:
-            return seq, self.runner.append(seq, tokens[reused:], self.on_prefill)
-        except BaseException:
-            self.runner.cache.release(seq)
-            raise
+            if context is None or not self._holds_prefix(context, entry.request):
+                entry.request.reused_tokens = 0
+                return self.runner.prefill(reservation, tokens, self._report_prefill)
+            seq = self.runner.cache.fork(context.seq, reservation)
+            new_tokens = tokens[entry.request.reused_tokens :]
+            try:
+                return seq, self.runner.append(seq, new_tokens, self._report_prefill)
+            except BaseException:
+                self.runner.cache.release(seq)
+                raise
+        finally:
+            self._prefilling = None
+
+    def _holds_prefix(self, context: KeptContext, request: Request) -> bool:
+        """Whether the context still is what the request was asked about, in keys that it can use."""
+        reused, tokens = request.reused_tokens, request.prompt_token_ids
+        return context.token_ids == tokens[:reused] and not self.runner.must_recompute(reused, len(tokens))
+
+    def _report_prefill(self, done: int, total: int) -> None:
+        if self.on_prefill is not None:
+            self.on_prefill(done, total)
+        if self._prefilling is not None and self._prefilling.cancelled:
+            raise _Cancelled
 
     def _add_sample(self, entry: _Entry, index: int, seq: CachedSequence) -> None:
         request = entry.request
@@ -211,26 +229,24 @@ class Engine:
         fresh = [sample for sample in samples if sample not in stale]
         if not fresh:
             return
-        try:
+        with self._ending_on_error([self._entries[s.request.id] for s in fresh]):
             logits_BV = self.runner.decode([s.seq for s in fresh], [s.token_ids[-1] for s in fresh])
-        except Exception as error:  # a step that fails as a whole leaves no row that could go on
-            for entry in {id(e): e for e in (self._entries[s.request.id] for s in fresh)}.values():
-                self._fail(entry, error)
-            return
-        self._choose(fresh, logits_BV)
+            self._choose(fresh, logits_BV)
 
     def _recompute(self, sample: _Sample) -> None:
         """Prefill a sample's tokens again, in the memory it has: its RoPE frequencies have changed."""
+        if sample.seq.released:  # another sample of the request has failed at this
+            return
         reservation = sample.seq.reservation
         self.runner.cache.release(sample.seq)
-        try:
-            tokens = [*sample.request.prompt_token_ids, *sample.token_ids]
-            sample.seq, logits_V = self.runner.prefill(reservation, tokens)
-        except Exception as error:
-            sample.seq = self.runner.cache.open(reservation)  # an empty one, so that the end finds something
-            self._fail(self._entries[sample.request.id], error)
-            return
-        self._choose([sample], logits_V[None])
+        with self._ending_on_error([self._entries[sample.request.id]]):
+            try:
+                tokens = [*sample.request.prompt_token_ids, *sample.token_ids]
+                sample.seq, logits_V = self.runner.prefill(reservation, tokens)
+            except BaseException:
+                sample.seq = self.runner.cache.open(reservation)  # an empty one, so that the end finds something
+                raise
+            self._choose([sample], logits_V[None])
 
     def _choose(self, samples: list[_Sample], logits_BV: Tensor) -> None:
         chosen = self.sampler.sample(logits_BV, [sample.state for sample in samples])
@@ -294,23 +310,22 @@ class Engine:
         )
         new_ids = tuple(sample.token_ids[-1:]) if reason in (FinishReason.STOP, FinishReason.LENGTH) else ()
         self._result.chunks.append(StreamChunk(sample.request.id, sample.index, last_piece + rest, new_ids, completion))
-        if entry.keep and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._keep_answer(entry, sample)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and entry.keep and entry.context and entry.context.seq:
+            self._keep_answer(entry.context, sample)
         else:
             self.runner.cache.release(sample.seq)
         self.scheduler.release(sample.request.id, sample.index)
         del entry.samples[sample.index]
         self._record(entry, completion)
 
-    def _keep_answer(self, entry: _Entry, sample: _Sample) -> None:
+    def _keep_answer(self, context: KeptContext, sample: _Sample) -> None:
         """The context takes over the sample's sequence, memory included."""
-        assert entry.context is not None, "only a request on a context is kept"
         self.scheduler.detach(sample.request.id, sample.index)
         sample.seq.owns_memory = True
-        self.drop(entry.context)
+        self.drop(context)
         tokens = (*sample.request.prompt_token_ids, *sample.token_ids)
         held = sample.seq.tokens
-        entry.context.seq, entry.context.token_ids, entry.context.pending = sample.seq, tokens[:held], tokens[held:]
+        context.seq, context.token_ids, context.pending = sample.seq, tokens[:held], tokens[held:]
 
     def _record(self, entry: _Entry, completion: Completion) -> None:
         entry.done[completion.index] = completion
@@ -323,14 +338,27 @@ class Engine:
             RequestOutput(entry.request.id, entry.request.prompt_token_ids, completions, timing)
         )
 
-    def _fail(self, entry: _Entry, error: Exception) -> None:
+    @contextmanager
+    def _ending_on_error(self, entries: Sequence[_Entry]) -> Iterator[None]:
+        """What is broken off inside, by whatever it is, leaves these requests in no state to go on from."""
+        try:
+            yield
+        except BaseException as error:
+            for entry in entries:
+                if entry.request.id in self._entries:
+                    self._fail(entry, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _fail(self, entry: _Entry, error: BaseException) -> None:
         """Work on this request raised: all its samples end with an error."""
-        if isinstance(error, ShadowKVError):
-            message = str(error)
+        if isinstance(error, _Cancelled):
+            self._end_all(entry, FinishReason.CANCELLED, None)
+        elif isinstance(error, ShadowKVError):
+            self._end_all(entry, FinishReason.ERROR, str(error))
         else:
-            message = f"{type(error).__name__}: {error}"
             logger.error("request %s failed", entry.request.id, exc_info=error)
-        self._end_all(entry, FinishReason.ERROR, message)
+            self._end_all(entry, FinishReason.ERROR, f"{type(error).__name__}: {error}")
 
     def _end_all(self, entry: _Entry, reason: FinishReason, message: str | None) -> None:
         started = bool(entry.samples)
