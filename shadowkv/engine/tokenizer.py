@@ -288,7 +288,9 @@ def _from_gguf(path: Path) -> tuple[Any, set[int]]:
             return _read_cached(cached)
         except (CheckpointError, OSError, ValueError):
             shutil.rmtree(cached, ignore_errors=True)
-    metadata = GgufFile(path).metadata
+    file = GgufFile(path)
+    file.require_whole()  # transformers reads the tensors too, for seconds, and then speaks of shapes
+    metadata = file.metadata
     backend = _pretrained(path.parent, path.name)
     _correct(backend, metadata)
     ends = {int(metadata[key]) for key in END_KEYS if key in metadata}

@@ -81,6 +81,16 @@ class GgufFile:
         tensor = self.tensors[name]
         return tensor.offset + tensor.size_bytes <= len(self._bytes)
 
+    def require_whole(self) -> None:
+        """Refuse a file that ends before its last tensor does.
+
+        Raises:
+            CheckpointError: names the first tensor that is not all there.
+        """
+        for name in self.tensors:
+            if not self.holds(name):
+                raise CheckpointError(f"{self.path} ends before {name} does; fetch it again")
+
     def read(self, name: str, first_row: int, rows: int) -> Tensor:
         """Some rows of a tensor, dequantised to float32. The rows of a vector are its elements."""
         if not self.holds(name):

