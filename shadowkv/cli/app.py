@@ -26,4 +26,6 @@ def main() -> None:
     # OpenMP's threads wait for each other by spinning. Where other programs use the cores too, they spin for
     # whoever is not running: 1 token/s instead of 14 with two threads on two busy cores (SmolLM2-135M, 2K).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # transformers remarks on configs that are read here as they are meant.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     app()

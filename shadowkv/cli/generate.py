@@ -41,6 +41,8 @@ def generate(
     context is computed once and every question is asked of it. Text goes to stdout as it is made;
     progress and statistics go to stderr.
     """
+    if sampling.logprobs is not None and not json:
+        raise ConfigError("--logprobs are only in --json; add it")
     text = _input(prompt, prompt_file, context, question)
     terminal = Terminal(quiet=quiet)
     load = just_enough(load, model, [text, *(question or [])], sampling)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shadowkv.cli.terminal import Terminal
 from shadowkv.config import CacheConfig, SamplingParams
-from shadowkv.errors import RequestError
+from shadowkv.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from shadowkv.llm import LLM
@@ -36,6 +36,11 @@ class LoadSettings:
     """Longest prompt plus answer to be served; by default what the model knows."""
     max_batch: int | None = None
     """Sequences that run at the same time, at most; by default what the command needs, or 64."""
+
+    def __post_init__(self) -> None:
+        for option, count in (("--max-batch", self.max_batch), ("--max-context-tokens", self.max_context_tokens)):
+            if count is not None and count < 1:
+                raise ConfigError(f"{option} is {count}; it must be at least 1")
 
 
 def open_llm(model: str, cache: CacheConfig, load: LoadSettings, terminal: Terminal) -> "LLM":

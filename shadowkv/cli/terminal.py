@@ -80,10 +80,18 @@ class Terminal:
 
 def show(renderable: RenderableType) -> None:
     """A table or text that is a command's result, on stdout; as wide as it needs when not a terminal."""
-    console = Console(highlight=False)
+    console = _Stdout(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=160)
+        console = _Stdout(highlight=False, width=160)
     console.print(renderable)
+
+
+class _Stdout(Console):
+    """Leaves a reader that has gone to whoever reports failures, where rich would exit itself."""
+
+    def on_broken_pipe(self) -> None:
+        # rich calls this while it handles the BrokenPipeError.
+        raise
 
 
 def _unseen(done: int, remark: str) -> None:
@@ -116,12 +124,12 @@ class _Lines:
         started = self._started.setdefault(stage, now)
         if done >= total:
             if now - started >= _WORTH_A_LINE_SECONDS:
-                self._note(f"{stage}: {total} of {total} in {format_seconds(now - started)}")
+                self._note(f"{stage}: {total:,} of {total:,} in {format_seconds(now - started)}")
             del self._started[stage]
             self._said.pop(stage, None)
         elif now - self._said.get(stage, started) >= _LINE_EVERY_SECONDS:
             self._said[stage] = now
-            self._note(f"{stage}: {done} of {total}")
+            self._note(f"{stage}: {done:,} of {total:,}")
 
 
 class _Countdown:
@@ -143,4 +151,4 @@ class _Countdown:
         self._said = now
         fresh = done - self._first
         left = format_seconds((now - self._started) / fresh * (self._total - done)) if fresh else "unknown time"
-        self._note(f"{self._name}: {done} of {self._total}, {remark}, {left} left")
+        self._note(f"{self._name}: {done:,} of {self._total:,}, {remark}, {left} left")

@@ -34,13 +34,15 @@ def test_a_fault_of_the_program_keeps_its_traceback() -> None:
         raise ZeroDivisionError
 
 
-def test_reader_of_stdout_gone() -> None:
+@pytest.mark.parametrize("way", ["typer.echo", "show"])
+def test_reader_of_stdout_gone(way: str) -> None:
     program = (
         "import typer, sys\n"
         "from shadowkv.cli.failures import reported\n"
+        "from shadowkv.cli.terminal import show\n"
         "try:\n"
         "    with reported():\n"
-        "        for _ in range(100000): typer.echo('x' * 100)\n"
+        f"        for _ in range(100000): {way}('x' * 100)\n"
         "except typer.Exit as end:\n"
         "    sys.exit(end.exit_code)\n"
     )

@@ -92,6 +92,8 @@ def test_an_answer_that_ends_in_an_error_fails_the_command(llm: FakeLLM, run: Ru
         (["--context", "f"], "--context needs at least one --question"),
         (["--context", "f", "--question", " "], "a --question is empty"),
         (["--prompt", "  "], "--prompt is empty"),
+        (["--prompt", "a", "--logprobs", "2"], "--logprobs are only in --json"),
+        (["--prompt", "a", "--max-batch", "0"], "--max-batch is 0; it must be at least 1"),
         (["--prompt-file", "-"], "standard input is empty"),
     ],
 )

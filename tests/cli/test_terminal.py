@@ -35,6 +35,15 @@ def test_stages(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "prefill: 2 of 3\nprefill: 3 of 3 in 15.0 s\n" * 2
 
 
+def test_large_numbers_can_be_read(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Terminal(quiet=False)
+    with shown.progress():
+        for done in (0, 538_060_032):
+            shown.report("loading weights", done, 538_060_032)
+            clock.now += 2
+    assert capsys.readouterr().err == "loading weights: 538,060,032 of 538,060,032 in 2.0 s\n"
+
+
 def test_counter(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with Terminal(quiet=False).counter("requests", 10) as count:
         count(4, "0 tokens/s")
