@@ -18,7 +18,8 @@ from shadowkv.errors import (
 )
 
 if TYPE_CHECKING:
-    from shadowkv.llm import LLM, Context
+    from shadowkv.context import Context
+    from shadowkv.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,8 +41,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "Context"):
-        from shadowkv import llm
+    if name == "LLM":
+        from shadowkv.llm import LLM
 
-        return getattr(llm, name)
+        return LLM
+    if name == "Context":
+        from shadowkv.context import Context
+
+        return Context
     raise AttributeError(f"module 'shadowkv' has no attribute {name!r}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from shadowkv.cache.methods import method_of
 from shadowkv.config import CacheConfig, SamplingParams, ShadowKVConfig
+from shadowkv.context import Context, Progress, Prompt, Stream, as_list
 from shadowkv.engine.engine import Engine, KeptContext
 from shadowkv.engine.memory import Memory, find_memory
 from shadowkv.engine.placement import choose_plan, find_device, make_arenas, parse_dtype
@@ -17,17 +18,14 @@ from shadowkv.engine.request import Request, RequestOutput, StreamChunk
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.scheduler import Scheduler
 from shadowkv.engine.tokenizer import Tokenizer
+from shadowkv.engine.totals import Totals
 from shadowkv.errors import ConfigError, RequestError
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.load import load_decoder, load_spec, resolve_dtype
 from shadowkv.models.locate import locate
 from shadowkv.models.spec import ModelSpec
 
-Prompt = str | Sequence[int]
-"""Text, which is tokenised with the model's special tokens, or token ids, which are taken as they are."""
 Message = Mapping[str, object]
-Progress = Callable[[str, int, int], None]
-"""Told the name of a stage, what is done of it, and all there is."""
 
 
 class LLM:
@@ -132,6 +130,11 @@ class LLM:
         """The longest prompt plus answer that is served."""
         return self.plan.context_tokens + self.plan.output_tokens
 
+    @property
+    def totals(self) -> Totals:
+        """What all requests together have taken so far."""
+        return self.engine.totals
+
     # All at once.
 
     def generate(
@@ -147,7 +150,7 @@ class LLM:
             RequestError, CapacityError: a prompt cannot be served; none has been started then.
         """
         with self._reporting(progress):
-            return self._run([self.tokenize(prompt) for prompt in _as_list(prompts)], params)
+            return self._run([self.tokenize(prompt) for prompt in as_list(prompts)], params)
 
     def chat(
         self,
@@ -161,11 +164,11 @@ class LLM:
         with self._reporting(progress):
             return self._run([self.tokenizer.encode_chat(c) for c in conversations], params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Answer one prompt piece by piece. A stream that is closed early cancels its request."""
         return Stream(self, self.submit(prompt, params))
 
-    def context(self, prompt: Prompt, *, progress: Progress | None = None) -> "Context":
+    def context(self, prompt: Prompt, *, progress: Progress | None = None) -> Context:
         """Prefill a text once, to ask several questions of it.
 
         Raises:
@@ -284,114 +287,5 @@ class LLM:
             self._streams.pop(request_id, None)
 
 
-class Stream(Iterator[StreamChunk]):
-    """One answer, piece by piece. Made by :meth:`LLM.stream` and :meth:`Context.stream`."""
-
-    def __init__(self, llm: LLM, request_id: str) -> None:
-        self._llm = llm
-        self._request_id = request_id
-        self._chunks = llm._streams[request_id] = deque()
-
-    def __next__(self) -> StreamChunk:
-        while not self._chunks and self._running:
-            self._llm._advance()
-        if not self._chunks:
-            raise StopIteration
-        return self._chunks.popleft()
-
-    @property
-    def _running(self) -> bool:
-        return self._llm._streams.get(self._request_id) is self._chunks
-
-    def close(self) -> None:
-        """End here; a request that is still running is cancelled."""
-        if self._running:
-            self._llm._abandon([self._request_id])
-        self._chunks.clear()
-
-    __del__ = close
-
-
-class Context:
-    """A prefilled text that any number of questions can be asked of. Made by :meth:`LLM.context`.
-
-    Every question runs on a copy, so questions do not see each other, unless ``keep=True`` makes the
-    context go on with the question and its answer (a conversation).
-    """
-
-    def __init__(self, llm: LLM, kept: KeptContext) -> None:
-        self._llm = llm
-        self._kept = kept
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self._kept.token_ids + self._kept.pending
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens it holds."""
-        return len(self.token_ids)
-
-    def generate(
-        self,
-        questions: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
-        *,
-        keep: bool = False,
-        progress: Progress | None = None,
-    ) -> list[RequestOutput]:
-        """Answer one question or several together.
-
-        Args:
-            keep: go on from this (single) question and its answer.
-
-        Raises:
-            RequestError: empty, too long, or the context was released.
-        """
-        asked = _as_list(questions)
-        if keep and (len(asked) != 1 or (params is not None and params.n != 1)):
-            raise RequestError("keep goes on from one answer: ask one question with n=1")
-        ids: list[str] = []
-        try:
-            for question in asked:
-                ids.append(self._submit(question, params, keep))
-            with self._llm._reporting(progress):
-                return self._llm._wait(ids)
-        except BaseException:
-            self._llm._abandon(ids)
-            raise
-
-    def stream(self, question: Prompt, params: SamplingParams | None = None, *, keep: bool = False) -> Stream:
-        """Answer one question piece by piece."""
-        if keep and params is not None and params.n != 1:
-            raise RequestError("keep goes on from one answer: ask with n=1")
-        return Stream(self._llm, self._submit(question, params, keep))
-
-    def release(self) -> None:
-        """Give the memory back. A second time does nothing."""
-        self._llm.engine.drop(self._kept)
-
-    def __enter__(self) -> "Context":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def _submit(self, question: Prompt, params: SamplingParams | None, keep: bool) -> str:
-        if self._kept.seq is None:
-            raise RequestError("the context was released")
-        llm = self._llm
-        ids = llm.tokenizer.encode(question, special=False) if isinstance(question, str) else llm.tokenize(question)
-        if not ids:
-            raise RequestError("the question has no tokens; give at least one")
-        return llm._submit([*self.token_ids, *ids], params or SamplingParams(), context=self._kept, keep=keep)
-
-
 def _stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(name, done, total)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

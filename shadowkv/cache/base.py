@@ -60,7 +60,8 @@ class Price:
 class CacheStats:
     """What a method did for one sequence. Counts are summed over layers, KV heads and steps.
 
-    ``hits`` and ``misses`` split the selected chunks; ``fetched_bytes`` crossed from the value store.
+    ``hits`` and ``misses`` split the selected chunks; ``fetched_bytes`` crossed from the value store;
+    ``resident_bytes`` are the keys and values in slots of the exact region now.
     ``rank`` and ``energy`` (share of the squared norm of the compressed keys that the rank keeps) are
     by layer, and empty while attention is exact.
     """
@@ -74,6 +75,7 @@ class CacheStats:
     misses: int = 0
     fetched_chunks: int = 0
     fetched_bytes: int = 0
+    resident_bytes: int = 0
     rank: list[int] = field(default_factory=list)
     energy: list[float] = field(default_factory=list)
 

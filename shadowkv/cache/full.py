@@ -61,4 +61,8 @@ class FullCache(Cache[FullConfig, CachedSequence]):
         ]
 
     def stats(self, seq: CachedSequence) -> CacheStats:
-        return CacheStats(self.name, "exact", seq.tokens, seq.price.device_bytes, seq.price.host_bytes)
+        g = self.geometry
+        held = 2 * seq.tokens * g.layers * g.key_dim * g.dtype.itemsize
+        return CacheStats(
+            self.name, "exact", seq.tokens, seq.price.device_bytes, seq.price.host_bytes, resident_bytes=held
+        )

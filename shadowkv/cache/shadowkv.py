@@ -271,7 +271,13 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
 
     def stats(self, seq: ShadowSequence) -> CacheStats:
         hits, misses, fetched = seq.tensors["counters"].tolist()
-        chunk_bytes = self.config.chunk_tokens * self.geometry.head_dim * self.geometry.dtype.itemsize
+        size, g = self.config.chunk_tokens, self.geometry
+        chunk_bytes = size * g.head_dim * g.dtype.itemsize
+        if seq.compressed:
+            always = (seq.outliers + (seq.tokens / size - seq.context_chunks)) * g.layers * g.kv_heads
+            held = always + int((seq.tensors["resident_ids"] != EMPTY).sum())
+        else:
+            held = seq.tokens / size * g.layers * g.kv_heads
         return CacheStats(
             method=self.name,
             attention="sparse" if seq.compressed else "exact",
@@ -282,6 +288,7 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
             misses=misses,
             fetched_chunks=fetched,
             fetched_bytes=fetched * chunk_bytes,
+            resident_bytes=round(2 * held * chunk_bytes),
             rank=list(self.ranks) if seq.compressed else [],
             energy=torch.stack(seq.energy).tolist() if seq.energy else [],
         )

@@ -20,6 +20,7 @@ from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampler import Sampled, Sampler, SampleState
 from shadowkv.engine.scheduler import Admission, Scheduler
 from shadowkv.engine.tokenizer import Tokenizer
+from shadowkv.engine.totals import Totals
 from shadowkv.errors import RequestError, ShadowKVError
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Engine:
         self.on_prefill: Callable[[int, int], None] | None = None
         """Told the prompt tokens done and in all while a prompt is computed."""
         self.sampler = Sampler(runner.decoder.spec.vocab, runner.decoder.device)
+        self.totals = Totals()
         self._entries: dict[str, _Entry] = {}
         self._prefilling: _Entry | None = None
         self._result = StepResult()
@@ -334,9 +336,9 @@ class Engine:
         del self._entries[entry.request.id]
         completions = tuple(entry.done[i] for i in sorted(entry.done))
         timing = entry.request.timing(time.monotonic())
-        self._result.outputs.append(
-            RequestOutput(entry.request.id, entry.request.prompt_token_ids, completions, timing)
-        )
+        output = RequestOutput(entry.request.id, entry.request.prompt_token_ids, completions, timing)
+        self.totals.add(output)
+        self._result.outputs.append(output)
 
     @contextmanager
     def _ending_on_error(self, entries: Sequence[_Entry]) -> Iterator[None]:

@@ -299,3 +299,30 @@ def test_a_context_that_fills_the_memory_refuses_instead_of_waiting_for_ever(dev
     assert "kept contexts" in output.completions[0].error
     engine.drop(kept)
     assert_idle(engine)
+
+
+def test_totals_add_up_what_ended(device):
+    engine = tiny_engine(SPARSE, device, max_admit=3)
+    outputs = run(engine, [prompt(500), prompt(40), prompt(600)], dataclasses.replace(GREEDY, n=2, temperature=1.0))
+    totals, stats = engine.totals, [c.stats for o in outputs for c in o.completions]
+    assert totals.requests == 3
+    assert totals.finished == {"length": 6}
+    assert totals.prompt_tokens == 1140
+    assert totals.generated_tokens == 6 * 24
+    assert totals.hits == sum(s.hits for s in stats) > 0
+    assert totals.misses == sum(s.misses for s in stats) > 0
+    assert totals.fetched_bytes == sum(s.fetched_bytes for s in stats)
+    assert totals.to_dict()["hit_rate"] == totals.hits / totals.selected_chunks
+
+
+@pytest.mark.parametrize("config", [FullConfig(), SPARSE], ids=["full", "sparse"])
+def test_resident_bytes_are_the_exact_keys_and_values(device, config):
+    token_bytes = 2 * 2 * 2 * 16 * 4  # keys and values, layers, KV heads, width, float32
+    for length in (40, 1000):
+        (output,) = run(tiny_engine(config, device), [prompt(length)], GREEDY)
+        stats = output.completions[0].stats
+        if config == FullConfig() or length == 40:
+            assert stats.resident_bytes == (length + 23) * token_bytes
+        else:
+            window = length + 23 - (length // 8 - config.local_chunks) * 8
+            assert stats.resident_bytes == (4 * 8 + 64 + window) * token_bytes
