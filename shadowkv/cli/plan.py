@@ -101,15 +101,14 @@ def plan(
 def _lengths(settings: PlanSettings, spec: "ModelSpec") -> tuple[int, int]:
     """Tokens of context and of output. Raises ConfigError where an output leaves no context."""
     context, output = settings.context_tokens, settings.output_tokens
+    longest = spec.context_tokens
     if output is None:
-        left = spec.context_tokens - (context if context is not None else 1)
+        left = longest // 8 if context is None else longest - context
         output = USUAL_OUTPUT_TOKENS if left < 0 else min(USUAL_OUTPUT_TOKENS, left)
     if context is None:
-        if output >= spec.context_tokens:
-            raise ConfigError(
-                f"--output-tokens is {output:,}; {spec.architecture} takes {spec.context_tokens:,} tokens in all"
-            )
-        context = max(min(spec.context_tokens, USUAL_CONTEXT_TOKENS) - output, 1)
+        if output >= longest:
+            raise ConfigError(f"--output-tokens is {output:,}; {spec.architecture} takes {longest:,} tokens in all")
+        context = min(longest, max(USUAL_CONTEXT_TOKENS, output + 1)) - output
     return context, output
 
 

@@ -75,6 +75,12 @@ def test_a_context_as_long_as_the_model_takes_leaves_the_answer_what_is_left(run
     assert run("plan", model, "--context", "1M", "--output-tokens", 1).exit_code == 2
 
 
+def test_a_short_model_keeps_most_of_its_length_for_the_context(run: Run, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "max_position_embeddings": 256}))
+    plan = json.loads(run("plan", model, "--json").stdout)
+    assert (plan["context_tokens"], plan["output_tokens"]) == (224, 32)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
