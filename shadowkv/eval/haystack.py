@@ -153,12 +153,17 @@ def plant(units: Sequence[str], needles: Sequence[str], places: Sequence[int]) -
 
 
 def depths_of(context: str, needles: Sequence[str]) -> tuple[float, ...]:
-    """Where needles stand in a context, as shares of its characters.
+    """Where needles stand in a context, as shares of its characters; one that is given twice stands twice.
 
     Raises:
         RequestError: one is not there.
     """
-    found = [context.find(needle) for needle in needles]
-    if -1 in found:
-        raise RequestError(f"the needle {needles[found.index(-1)]!r} is not in its context")
-    return tuple(place / max(len(context), 1) for place in found)
+    last: dict[str, int] = {}
+    places = []
+    for needle in needles:
+        place = context.find(needle, last.get(needle, -1) + 1)
+        if place < 0:
+            raise RequestError(f"the needle {needle!r} is not in its context")
+        last[needle] = place
+        places.append(place / len(context))
+    return tuple(places)

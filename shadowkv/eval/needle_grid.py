@@ -24,6 +24,8 @@ DEPTHS = tuple(i / 9 for i in range(10))
 """Ten depths from the beginning to the end."""
 
 ANSWER_TOKENS = 32
+TURN_END_TOKENS = 4
+"""Room for what a chat template puts after an answer."""
 STEP_WORDS = 25
 
 
@@ -114,12 +116,12 @@ def needle_turns(
         """All turns as one prompt, to be measured."""
         asked = dialogue(size, index)
         frame = length.frame(asked[0])
-        later = "".join(frame.head + one.question + frame.tail + one.answer_prefix for one in asked[1:])
+        later = "".join("\n" + frame.head + one.question + frame.tail + one.answer_prefix for one in asked[1:])
         return replace(
             asked[0],
             question=asked[0].question + frame.tail + asked[0].answer_prefix + later,
             answer_prefix="",
-            max_new_tokens=ANSWER_TOKENS * turns,
+            max_new_tokens=ANSWER_TOKENS * turns + TURN_END_TOKENS * (turns - 1),
             facts={"size": size},
         )
 

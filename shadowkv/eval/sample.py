@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CountTokens = Callable[[str], int]
 
+SEAM_CHARACTERS = 256
+
 Layout = Literal["chat", "plain", "complete"]
 """How a prompt is made of a sample: ``chat``, one user message of the model's chat template; ``plain``, the text
 without a template, with the tokens that the model wants before a text; ``complete``, the text exactly as it is,
@@ -98,7 +100,7 @@ class Frame:
 class Length:
     """A limit on prompt and answer together, and how tokens are counted.
 
-    Context and question are counted apart, as the engine encodes them.
+    Context and question may be encoded apart, so that the context is computed once, or together.
     """
 
     limit_tokens: int
@@ -125,10 +127,15 @@ class Length:
         return {"chat": self.chat, "plain": self.plain, "complete": Frame()}[sample.layout]
 
     def prompt_tokens(self, sample: Sample) -> int:
-        """Template, context, question and answer prefix."""
+        """Template, context, question and answer prefix, encoded in two parts or in one, whichever is more."""
         frame = self.frame(sample)
-        head = self.count_tokens(frame.head + sample.context + sample.separator) + frame.head_tokens
-        return head + self.count_tokens(sample.question + frame.tail + sample.answer_prefix)
+        head = frame.head + sample.context + sample.separator
+        rest = sample.question + frame.tail + sample.answer_prefix
+        # What one encoding of both costs more can only come from the place where they meet.
+        end = head[-SEAM_CHARACTERS:]
+        counted = self.count_tokens(rest)
+        seam = self.count_tokens(end + rest) - self.count_tokens(end) - counted
+        return frame.head_tokens + self.count_tokens(head) + counted + max(seam, 0)
 
     def total_tokens(self, sample: Sample) -> int:
         """Prompt and the longest answer."""
