@@ -16,6 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long flags on a terminal of 80 columns
 )
 for command in (generate, batch, plan, compare, demo):
     app.command()(command)

@@ -67,7 +67,10 @@ def compare(
     cache: CacheConfig,
     settings: CompareSettings,
 ) -> None:
-    """Feed a text's next tokens to full attention and to a method, and compare their logits step by step."""
+    """Compare a method's logits with full attention's, step by step.
+
+    A text's next tokens are fed to both, whatever either would have said.
+    """
     if passage not in ("natural", "copy", "both"):
         raise ConfigError(f"--passage is {passage!r}; allowed: natural, copy, both")
     if json and markdown:

@@ -11,6 +11,7 @@ from shadowkv.cli.options import settings_as_flags
 from shadowkv.cli.parse import format_bytes, parse_tokens
 from shadowkv.cli.terminal import Terminal, show
 from shadowkv.config import FullConfig, ShadowKVConfig
+from shadowkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,11 +34,14 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the first GPU if there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto.")] = "auto",
 ) -> None:
-    """Hide facts in the Python language reference and ask for them, under full attention and ShadowKV.
+    """Ask for facts in a long text, under full attention and ShadowKV.
 
-    Ends with an error if ShadowKV misses an answer that full attention finds.
+    They are hidden in the Python language reference. Ends with an error if ShadowKV misses an answer that
+    full attention finds.
     """
     length = parse_tokens(tokens)
+    if length < 1:
+        raise ConfigError(f"--tokens is {length}; it must be at least 1")
     cache = ShadowKVConfig(rank=DEMO_RANK, budget_tokens=-(-length // BUDGET_SHARE))
     # Room for the text, kept once, and for one question at a time on a copy of it.
     load = LoadSettings(device=device, dtype=dtype, max_batch=2, max_context_tokens=length + SPARE_TOKENS)

@@ -54,7 +54,7 @@ class Flag:
             raise ConfigError(f"{self.option}: {text!r} is not allowed; allowed: {', '.join(SWITCH)}")
         return SWITCH[text]
 
-    def parameter(self, panel: str) -> inspect.Parameter:
+    def parameter(self) -> inspect.Parameter:
         """The parameter that makes typer show and parse this flag."""
         flag = self.option.removeprefix("--")
         declaration = f"--{flag}/--no-{flag}" if self.annotation == (bool | None) else f"--{flag}"
@@ -63,7 +63,6 @@ class Flag:
             metavar=self.metavar or None,
             help=f"{self.help} Default: {self.default}.".strip() if self.default else self.help,
             show_default=False,
-            rich_help_panel=panel,
         )
         return inspect.Parameter(
             self.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[self.annotation, option]
@@ -135,13 +134,12 @@ def settings_as_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _dataclass_flags(config: type) -> tuple[list[inspect.Parameter], Callable[[dict[str, Given]], object]]:
-    panel = {"SamplingParams": "Sampling", "LoadSettings": "Model and memory"}.get(config.__name__, "Settings")
     flags = flags_of(config)
 
     def build(given: dict[str, Given]) -> object:
         return config(**{f.field: f.value(given[f.field]) for f in flags if _written(given[f.field])})
 
-    return [flag.parameter(panel) for flag in flags], build
+    return [flag.parameter() for flag in flags], build
 
 
 def _method_flags() -> tuple[list[inspect.Parameter], Callable[[dict[str, Given]], object]]:
@@ -164,7 +162,7 @@ def _method_flags() -> tuple[list[inspect.Parameter], Callable[[dict[str, Given]
                 raise ConfigError(f"{flag.option} is a setting of --method {owners}, not of --method {method}")
         return methods()[method](**{name: flag.value(given[name]) for name, flag in written.items()})
 
-    return [flag.parameter("Method") for flag in (choice, *merged.values())], build
+    return [flag.parameter() for flag in (choice, *merged.values())], build
 
 
 def _written(given: Given) -> bool:

@@ -63,7 +63,7 @@ def plan(
     cache: CacheConfig,
     settings: PlanSettings,
 ) -> None:
-    """Print the bytes by kind, the largest batch and what limits it, and the savings.
+    """Print bytes by kind, the largest batch, its limit and savings.
 
     Nothing is loaded and nothing is allocated.
     """

@@ -27,6 +27,11 @@ def test_the_manual_has_an_end() -> None:
         manual(FakeTokenizer(), 10_000_000)  # type: ignore[arg-type]
 
 
+def test_no_text_is_refused(llm: FakeLLM, run: Run) -> None:
+    shown = run("demo", "--tokens", "0")
+    assert (shown.exit_code, shown.stderr) == (2, "error: --tokens is 0; it must be at least 1\n")
+
+
 def result(*answers: tuple[bool, tuple[int, ...]]) -> MethodResult:
     made = tuple(Answer(f"q{i}", "e", "t", right, tokens) for i, (right, tokens) in enumerate(answers))
     return MethodResult("m", made, 100, 2.0, 10, 5.0, 1, 2, None)

@@ -5,9 +5,11 @@ To accept a change, run this file as a program and read the difference: ``python
 
 from pathlib import Path
 
+import pytest
 from typer.main import get_command
 
 from shadowkv.cli.app import app
+from tests.cli.conftest import Run
 
 SNAPSHOT = Path(__file__).with_name("flags.txt")
 
@@ -29,6 +31,26 @@ def flags() -> str:
 
 def test_flags_are_those_of_the_snapshot() -> None:
     assert flags() == SNAPSHOT.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", get_command(app).commands)  # type: ignore[attr-defined]
+def test_help_on_a_narrow_terminal_cuts_no_flag(name: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(name, "--help").stdout
+    assert "…" not in shown
+    for parameter in get_command(app).commands[name].params:  # type: ignore[attr-defined]
+        for option in (*parameter.opts, *parameter.secondary_opts):
+            assert option in shown
+
+
+def test_the_list_of_commands_is_not_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in run("--help").stdout.partition("Commands:")[2]
+
+
+def test_wrong_usage_is_one_line_of_plain_text(run: Run) -> None:
+    last = run("batch", "model", "requests").stderr.splitlines()[-1]
+    assert last == "Error: Missing option '--output' / '-o'."
 
 
 if __name__ == "__main__":
