@@ -27,18 +27,21 @@ GB = 1e9
 def activation_bytes(spec: ModelSpec, dtype: torch.dtype, context_tokens: int, batch: int) -> int:
     """Peak of one prefill of ``context_tokens``, besides weights and cache, and the logits of a batch.
 
-    All the while there is the residual stream. Beside it there is either attention (one layer's queries,
-    keys before and after RoPE, values and outputs, and a slice of the projections), or the cache at work
-    (keys and values, and slices of keys widened to float32), or a slice of the MLP.
+    All the while there are the residual stream and the positions. Beside them there is either a slice of the
+    projections (and of their rotation in float32) with one layer's queries, keys before and after RoPE and
+    values; or these and the attention's outputs; or the cache at work (keys and values, and slices of keys
+    widened to float32); or a slice of the MLP.
     """
-    part = min(context_tokens, PREFILL_SLICE_TOKENS)
+    part, size = min(context_tokens, PREFILL_SLICE_TOKENS), dtype.itemsize
+    kv, q = 3 * spec.kv_rows * context_tokens * size, spec.q_rows * context_tokens * size
+    fused, turned = spec.q_rows + 2 * spec.kv_rows, 3 * spec.q_rows + spec.head_dim
+    projecting = kv + q + part * ((spec.hidden + fused) * size + 4 * turned)
+    attention = kv + 2 * q
     widened = 4 * 4 * min(context_tokens, SLICE_TOKENS) * spec.kv_rows
-    kv = 3 * spec.kv_rows * context_tokens * dtype.itemsize
-    attention = kv + (2 * context_tokens + part) * spec.q_rows * dtype.itemsize
-    cache = kv + context_tokens * (spec.q_rows + spec.kv_rows) * dtype.itemsize + widened
-    mlp = part * (3 * spec.ffn + 3 * spec.hidden) * dtype.itemsize + context_tokens * spec.q_rows * dtype.itemsize
-    residual = context_tokens * spec.hidden * dtype.itemsize
-    return residual + max(attention, cache, mlp) + 2 * 4 * batch * spec.vocab
+    cache = kv + q + context_tokens * spec.kv_rows * size + widened
+    mlp = q + part * (3 * spec.ffn + 4 * spec.hidden) * size
+    residual = context_tokens * (spec.hidden * size + 8)  # 8 for a position
+    return residual + max(projecting, attention, cache, mlp) + 2 * 4 * batch * spec.vocab
 
 
 @dataclass(frozen=True)

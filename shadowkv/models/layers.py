@@ -52,4 +52,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def mlp(x: Tensor, weights: LayerWeights, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """Gated feed-forward. Shapes: x and the result [..., M]."""
     gate, up = F.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-    return F.linear(activation(gate) * up, weights.down, weights.down_bias)
+    return F.linear(activation(gate).mul_(up), weights.down, weights.down_bias)
