@@ -24,8 +24,6 @@ DEPTHS = tuple(i / 9 for i in range(10))
 """Ten depths from the beginning to the end."""
 
 ANSWER_TOKENS = 32
-TURN_END_TOKENS = 4
-"""Room for what a chat template puts after an answer."""
 STEP_WORDS = 25
 
 
@@ -79,7 +77,7 @@ def needle_turns(
 
     Raises:
         ConfigError: no turns.
-        RequestError: the length is too small.
+        RequestError: the length is too small, or the chat template takes no second question.
     """
     if turns < 1:
         raise ConfigError(f"a dialogue has at least one turn; {turns} were asked for")
@@ -113,17 +111,10 @@ def needle_turns(
         return asked
 
     def whole(size: int, index: int) -> Sample:
-        """All turns as one prompt, to be measured."""
+        """The first turn with room for all others, to be measured."""
         asked = dialogue(size, index)
-        frame = length.frame(asked[0])
-        later = "".join("\n" + frame.head + one.question + frame.tail + one.answer_prefix for one in asked[1:])
-        return replace(
-            asked[0],
-            question=asked[0].question + frame.tail + asked[0].answer_prefix + later,
-            answer_prefix="",
-            max_new_tokens=ANSWER_TOKENS * turns + TURN_END_TOKENS * (turns - 1),
-            facts={"size": size},
-        )
+        later = length.dialogue_tokens(asked) - length.total_tokens(asked[0])
+        return replace(asked[0], max_new_tokens=ANSWER_TOKENS + later, facts={"size": size})
 
     size = largest_size(whole, length, STEP_WORDS)
     for index in range(samples):

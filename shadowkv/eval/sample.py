@@ -75,6 +75,8 @@ class Frame:
     tail: str = ""
     head_tokens: int = 0
     """Tokens before the text that it does not spell out."""
+    between: str | None = "\n\n"
+    """What stands between an answer and the next question; None where the template does not say."""
 
     @classmethod
     def of_chat(cls, tokenizer: "Tokenizer") -> "Frame":
@@ -87,13 +89,44 @@ class Frame:
         head, found, tail = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)
         if not found or mark in tail:
             raise RequestError("the chat template does not keep the message's text in one piece; use --no-chat")
-        return cls(head, tail)
+        return cls(head, tail, between=_between(tokenizer, mark))
 
     @classmethod
     def of_text(cls, tokenizer: "Tokenizer") -> "Frame":
         """Of a prompt without a template."""
         plain, full = tokenizer.encode("a", special=False), tokenizer.encode("a")
         return cls(head_tokens=len(full) - len(plain))
+
+    def parts(self, sample: Sample) -> tuple[str, str]:
+        """The prompt in two: what all questions on a context share, and what follows it.
+
+        The first is to be encoded with the tokens that the model wants before a text exactly where
+        ``head_tokens`` is not 0, the second without.
+        """
+        return self.head + sample.context + sample.separator, sample.question + self.tail + sample.answer_prefix
+
+    def next_turn(self, sample: Sample) -> str:
+        """What follows an answer in a dialogue, up to the beginning of the next answer.
+
+        A template's text for the end of an answer comes first; where the model has generated its end token
+        already, it is there twice unless one of them is left out.
+
+        Raises:
+            RequestError: the chat template takes no second question.
+        """
+        if self.between is None:
+            raise RequestError("the chat template does not take a second question after an answer; use --no-chat")
+        return self.between + sample.question + self.tail + sample.answer_prefix
+
+
+def _between(tokenizer: "Tokenizer", mark: str) -> str | None:
+    turns = [{"role": role, "content": f"{mark}{role}{i}"} for i, role in enumerate(("user", "assistant", "user"))]
+    try:
+        _, answered, rest = tokenizer.render_chat(turns).partition(f"{mark}assistant1")
+    except RequestError:
+        return None
+    between, asked, _ = rest.partition(f"{mark}user2")
+    return between if answered and asked else None
 
 
 @dataclass(frozen=True)
@@ -129,8 +162,7 @@ class Length:
     def prompt_tokens(self, sample: Sample) -> int:
         """Template, context, question and answer prefix, encoded in two parts or in one, whichever is more."""
         frame = self.frame(sample)
-        head = frame.head + sample.context + sample.separator
-        rest = sample.question + frame.tail + sample.answer_prefix
+        head, rest = frame.parts(sample)
         # What one encoding of both costs more can only come from the place where they meet.
         end = head[-SEAM_CHARACTERS:]
         counted = self.count_tokens(rest)
@@ -140,6 +172,16 @@ class Length:
     def total_tokens(self, sample: Sample) -> int:
         """Prompt and the longest answer."""
         return self.prompt_tokens(sample) + sample.max_new_tokens
+
+    def dialogue_tokens(self, turns: Sequence[Sample]) -> int:
+        """All turns on one context, with the longest answers.
+
+        Raises:
+            RequestError: the chat template takes no second question.
+        """
+        frame = self.frame(turns[0])
+        later = (self.count_tokens(frame.next_turn(one)) + one.max_new_tokens for one in turns[1:])
+        return self.total_tokens(turns[0]) + sum(later)
 
     def fits(self, sample: Sample) -> bool:
         """Prompt and answer stay within the limit."""
@@ -153,10 +195,18 @@ def by_context(samples: Iterable[Sample]) -> Iterator[tuple[Sample, ...]]:
 
 
 def cut_middle(
-    sample: Sample, length: Length, encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str]
+    sample: Sample,
+    length: Length,
+    encode: Callable[[str], Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    reserve_tokens: int = 0,
 ) -> Sample:
     """The sample with the middle of its context left out, where it is too long: half of the tokens that have
     room come from its beginning, half from its end.
+
+    Args:
+        reserve_tokens: room left for what follows, such as the later turns of a dialogue.
 
     Raises:
         RequestError: the question alone is too long.
@@ -164,7 +214,8 @@ def cut_middle(
     Source: THUDM/LongBench pred.py and InfiniteBench cut prompts this way; there the whole prompt is cut, here
     only the context, so that neither template nor question is damaged.
     """
-    over = length.total_tokens(sample) - length.limit_tokens
+    room = length.limit_tokens - reserve_tokens
+    over = length.total_tokens(sample) - room
     if over <= 0:
         return sample
     ids = list(encode(sample.context))
@@ -172,11 +223,11 @@ def cut_middle(
     while keep > 0:
         context = decode(ids[: keep // 2]) + decode(ids[len(ids) - (keep - keep // 2) :])
         cut = replace(sample, context=context, facts={**sample.facts, "cut_tokens": len(ids) - keep})
-        over = length.total_tokens(cut) - length.limit_tokens
+        over = length.total_tokens(cut) - room
         if over <= 0:
             return cut
         keep -= over
     raise RequestError(
         f"{sample.task}, sample {sample.index}: the question with its template and answer does not fit into "
-        f"{length.limit_tokens} tokens; give a larger length"
+        f"{room} tokens; give a larger length"
     )

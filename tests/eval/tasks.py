@@ -10,7 +10,7 @@ from shadowkv.eval.ruler.recipe import Materials
 from shadowkv.eval.sample import Frame, Length, Sample
 from shadowkv.eval.scorers import score
 
-FRAME = Frame("<user> ", " </user> <assistant> ")
+FRAME = Frame("<user> ", " </user> <assistant> ", between=" </assistant> <user> ")
 
 
 def words_length(limit: int) -> Length:

@@ -17,7 +17,7 @@ from shadowkv.eval.extraction import FIELDS, KEY, extraction
 from shadowkv.eval.haystack import Haystack, depths_of, plant, sentences
 from shadowkv.eval.key_values import key_values
 from shadowkv.eval.needle_grid import DEPTHS, at_depths, needle_grid, needle_turns
-from shadowkv.eval.sample import Length, Sample, by_context, cut_middle
+from shadowkv.eval.sample import Frame, Length, Sample, by_context, cut_middle
 from shadowkv.eval.scorers import score_text
 from tests.eval.tasks import made_or_refused, solved, words_length
 
@@ -96,10 +96,12 @@ def test_turns_share_a_context_and_ask_for_each_needle_once() -> None:
         assert len({one.references for one in group}) == 5
         assert sorted(one.depths[0] for one in group) == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9], abs=0.03)
         whole = length.total_tokens(group[0]) + sum(
-            len(f"<user> {one.question} </user> <assistant> {one.answer_prefix}".split()) + one.max_new_tokens
+            len(f"</assistant> <user> {one.question} </user> <assistant> {one.answer_prefix}".split())
+            + one.max_new_tokens
             for one in group[1:]
         )
-        assert length.limit_tokens - 50 < whole <= length.limit_tokens - 4 * 4
+        assert length.limit_tokens - 30 < whole <= length.limit_tokens
+        assert whole == length.dialogue_tokens(group)
     assert [one.depths for one in groups[0]] != [one.depths for one in groups[1]]
 
 
@@ -206,3 +208,33 @@ def test_the_middle_is_cut() -> None:
     assert cut_middle(cut, length, str.split, " ".join) == cut  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="the question"):
         cut_middle(long, words_length(12), str.split, " ".join)  # type: ignore[arg-type]
+
+
+@pytest.mark.smollm2
+def test_a_prompts_parts_are_its_template(smollm2: Tokenizer) -> None:
+    """Turn by turn, the text is what the template makes of the whole conversation."""
+    first, second = list(needle_turns(Length.of(smollm2, 1000, chat=True), HAY, turns=2))
+    frame = Frame.of_chat(smollm2)
+    answers = [f" {one.references[0]}." for one in (first, second)]
+    text = "".join(frame.parts(first)) + answers[0] + frame.next_turn(second)
+    whole = [
+        {"role": "user", "content": first.user_text},
+        {"role": "assistant", "content": first.answer_prefix + answers[0]},
+        {"role": "user", "content": second.question},
+    ]
+    assert text == smollm2.render_chat(whole) + second.answer_prefix
+    plain = Frame.of_text(smollm2)
+    assert plain.parts(first) == (first.context + "\n\n", first.question + first.answer_prefix)
+
+
+def test_a_template_without_second_turn_is_refused() -> None:
+    frame = Frame("", "", between=None)
+    with pytest.raises(RequestError, match="second question"):
+        list(needle_turns(Length(2000, len, frame), HAY, turns=2))
+
+
+def test_room_is_left_for_later_turns() -> None:
+    length = words_length(100)
+    long = Sample("t", 0, "w " * 1000, "q", "", ("a",), 10, "string_match_all")
+    cut = cut_middle(long, length, str.split, " ".join, reserve_tokens=30)  # type: ignore[arg-type]
+    assert 67 <= length.total_tokens(cut) <= 70

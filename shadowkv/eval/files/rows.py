@@ -69,7 +69,7 @@ class Row:
         """A list of strings or numbers, or one of them alone, as strings.
 
         Args:
-            empty: the list may be empty or missing.
+            empty: the list may be empty or missing, and may hold empty strings.
 
         Raises:
             RequestError: it is something else, or holds nothing.
@@ -80,7 +80,7 @@ class Row:
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):
             raise self.wrong(field, "a list of strings or numbers")
-        found = tuple(str(item) for item in items if item != "")
+        found = tuple(str(item) for item in items if empty or item != "")
         if not found and not empty:
             raise self.wrong(field, "a list with at least one answer that is not empty")
         return found

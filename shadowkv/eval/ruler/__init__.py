@@ -12,7 +12,7 @@ from typing import Protocol
 
 from shadowkv.errors import ConfigError
 from shadowkv.eval.fitting import fill
-from shadowkv.eval.ruler.counting import CommonWordsTask, FrequentWordsTask
+from shadowkv.eval.ruler.counting import FrequentWordsTask, ListedWordsTask
 from shadowkv.eval.ruler.needles import NEEDLE_TASKS
 from shadowkv.eval.ruler.questions import QuestionTask
 from shadowkv.eval.ruler.recipe import SAMPLES, Materials, Recipe
@@ -34,7 +34,7 @@ class Task(Protocol):
 _ALL: tuple[Task, ...] = (
     *NEEDLE_TASKS,
     TrackingTask(),
-    CommonWordsTask(),
+    ListedWordsTask(),
     FrequentWordsTask(),
     QuestionTask("qa_1", "squad"),
     QuestionTask("qa_2", "hotpot"),

@@ -29,7 +29,7 @@ _SHORT = _Repeats(6, 1, 20, 3, 1)
 
 
 @dataclass(frozen=True)
-class CommonWordsTask:
+class ListedWordsTask:
     """A numbered list in which ten words stand more often than the others. Size: number of different words."""
 
     name: str = "cwe"

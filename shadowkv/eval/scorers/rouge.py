@@ -21,7 +21,7 @@ def rouge_l(prediction: str, reference: str) -> float:
     union: set[str] = set()
     for sentence in expected:
         for other in predicted:
-            union |= {sentence[i] for i in _common(sentence, other, keep_row_on_tie=True)}
+            union |= {sentence[i] for i in _shared(sentence, other, keep_row_on_tie=True)}
     precision = len(union) / len({word for sentence in predicted for word in sentence})
     recall = len(union) / len({word for sentence in expected for word in sentence})
     return 2 * precision * recall / (precision + recall + 1e-8)
@@ -35,7 +35,7 @@ def rouge_l_sum(prediction: str, reference: str) -> float:
     total_left, total_right = left.total(), right.total()
     hits = 0
     for sentence in expected:
-        union = {i for other in predicted for i in _common(sentence, other, keep_row_on_tie=False)}
+        union = {i for other in predicted for i in _shared(sentence, other, keep_row_on_tie=False)}
         for i in sorted(union):
             word = sentence[i]
             if left[word] > 0 and right[word] > 0:
@@ -58,7 +58,7 @@ def _split_at_lines(text: str) -> list[list[str]]:
     return [line for line in lines if line]
 
 
-def _common(rows: Sequence[str], columns: Sequence[str], *, keep_row_on_tie: bool) -> list[int]:
+def _shared(rows: Sequence[str], columns: Sequence[str], *, keep_row_on_tie: bool) -> list[int]:
     """Places in ``rows`` of one longest common subsequence; which one of several decides the walk back."""
     table = [[0] * (len(columns) + 1)]
     for row in rows:
