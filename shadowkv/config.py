@@ -1,5 +1,6 @@
 """What a user chooses: frozen dataclasses, checked when they are made. Knows no tensor and no model."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -154,10 +155,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop: object = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise ConfigError(f"stop is {self.stop!r}; give non-empty strings")
+        if isinstance(stop, str):
+            object.__setattr__(self, "stop", (stop,))
+        for name, kind, allowed in (("stop", str, "non-empty strings"), ("stop_token_ids", int, "token ids")):
+            given: object = getattr(self, name)
+            values = tuple(given) if isinstance(given, Iterable) else (None,)
+            if not all(type(value) is kind and value != "" for value in values):
+                raise ConfigError(f"{name} is {given!r}; give {allowed}")
+            object.__setattr__(self, name, values)
         _at_least("max_tokens", self.max_tokens, 1)
         _at_least("n", self.n, 1)
         _at_least("top_k", self.top_k, 0)
