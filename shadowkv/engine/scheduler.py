@@ -10,7 +10,7 @@ What the scheduler took it gives back, sample by sample (:meth:`Scheduler.releas
 outlives the request, such as a kept context, takes it over (:meth:`Scheduler.detach`).
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -73,7 +73,7 @@ class Scheduler:
         self.max_batch = max_batch
         self.max_admit = max_admit
         self._price = price
-        self._waiting: deque[Request] = deque()
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: dict[str, _Running] = {}
 
     @property
@@ -95,7 +95,7 @@ class Scheduler:
         return not self._waiting and not self._running
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._running or any(request.id == request_id for request in self._waiting)
+        return request_id in self._running or request_id in self._waiting
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue.
@@ -113,7 +113,7 @@ class Scheduler:
             )
         if not self._fits_empty(capacity, samples):
             raise CapacityError(self._never_fits(request))
-        self._waiting.append(request)
+        self._waiting[request.id] = request
 
     def head_fits(self) -> bool:
         """Whether the head of the queue could be admitted now (also when there is none).
@@ -122,7 +122,7 @@ class Scheduler:
         """
         if not self._waiting:
             return True
-        head = self._waiting[0]
+        head = next(iter(self._waiting.values()))
         if self.running_samples + head.params.n > self.max_batch:
             return False
         reservations = self._reserve(head)
@@ -140,19 +140,19 @@ class Scheduler:
         admit: list[Admission] = []
         refused: list[Refusal] = []
         while self._waiting and len(admit) < self.max_admit:
-            head = self._waiting[0]
+            head = next(iter(self._waiting.values()))
             if self.running_samples + head.params.n > self.max_batch:
                 break
             reservations = self._reserve(head)
             if reservations is not None:
-                self._waiting.popleft()
+                del self._waiting[head.id]
                 held = dict(enumerate(reservations))
                 self._running[head.id] = _Running(head, held, set(held))
                 admit.append(Admission(head, reservations))
             elif self._running:
                 break
             else:
-                self._waiting.popleft()
+                del self._waiting[head.id]
                 refused.append(Refusal(head, CapacityError(self._held_by_others(head))))
         return Step(tuple(admit), decode, tuple(refused))
 
@@ -190,16 +190,12 @@ class Scheduler:
         """
         if request_id in self._running:
             return self.finish(request_id)
-        for i, request in enumerate(self._waiting):
-            if request.id == request_id:
-                del self._waiting[i]
-                return request
-        return None
+        return self._waiting.pop(request_id, None)
 
     def requests(self) -> Iterator[Request]:
         """All requests here: the running ones, then the waiting ones, each in order of arrival."""
         yield from (entry.request for entry in self._running.values())
-        yield from self._waiting
+        yield from self._waiting.values()
 
     def longest_tokens(self, samples: int = 1) -> int:
         """The largest prompt + max_tokens that would fit if nothing else ran; 0 when nothing fits."""
