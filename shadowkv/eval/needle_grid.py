@@ -113,8 +113,7 @@ def needle_turns(
     def whole(size: int, index: int) -> Sample:
         """The first turn with room for all others, to be measured."""
         asked = dialogue(size, index)
-        later = length.dialogue_tokens(asked) - length.total_tokens(asked[0])
-        return replace(asked[0], max_new_tokens=ANSWER_TOKENS + later, facts={"size": size})
+        return replace(asked[0], max_new_tokens=ANSWER_TOKENS + length.later_tokens(asked), facts={"size": size})
 
     size = largest_size(whole, length, STEP_WORDS)
     for index in range(samples):

@@ -173,15 +173,14 @@ class Length:
         """Prompt and the longest answer."""
         return self.prompt_tokens(sample) + sample.max_new_tokens
 
-    def dialogue_tokens(self, turns: Sequence[Sample]) -> int:
-        """All turns on one context, with the longest answers.
+    def later_tokens(self, turns: Sequence[Sample]) -> int:
+        """What the turns after the first one add to a dialogue, with the longest answers.
 
         Raises:
             RequestError: the chat template takes no second question.
         """
         frame = self.frame(turns[0])
-        later = (self.count_tokens(frame.next_turn(one)) + one.max_new_tokens for one in turns[1:])
-        return self.total_tokens(turns[0]) + sum(later)
+        return sum(self.count_tokens(frame.next_turn(one)) + one.max_new_tokens for one in turns[1:])
 
     def fits(self, sample: Sample) -> bool:
         """Prompt and answer stay within the limit."""

@@ -101,7 +101,7 @@ def test_turns_share_a_context_and_ask_for_each_needle_once() -> None:
             for one in group[1:]
         )
         assert length.limit_tokens - 30 < whole <= length.limit_tokens
-        assert whole == length.dialogue_tokens(group)
+        assert whole == length.total_tokens(group[0]) + length.later_tokens(group)
     assert [one.depths for one in groups[0]] != [one.depths for one in groups[1]]
 
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from shadowkv.errors import RequestError
+from shadowkv.eval.sample import Sample
 from shadowkv.eval.scorers.interval import mean_interval, nulls, paired_interval, percent
+from shadowkv.eval.scorers.tables import by_fact, by_turn, effective_length, weighted_average
 
 
 def naive(scores: list[float], baseline: list[float], resamples: int, seed: int) -> tuple[float, float, float]:
@@ -78,3 +80,27 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_percent_and_nulls() -> None:
     assert percent([1, 0, 1]) == 66.67
     assert nulls(["", " \n", "x"]) == 2
+
+
+def asked(turn: int | None, bucket: str) -> Sample:
+    return Sample("t", 0, "c", "q", "", ("a",), 1, "string_match_all", turn=turn, facts={"bucket": bucket})
+
+
+def test_scores_by_turn_and_by_fact() -> None:
+    samples = [asked(1, "b"), asked(0, "a"), asked(1, "b"), asked(None, "a")]
+    assert by_turn(samples, [1, 1, 0, 0]) == {0: 100, 1: 50}
+    assert by_fact(samples, [1, 1, 0, 0], "bucket") == {"b": 50, "a": 50}
+    with pytest.raises(RequestError, match="no fact 'depth'"):
+        by_fact(samples, [1, 1, 0, 0], "depth")
+    with pytest.raises(RequestError, match="4 samples have 1 scores"):
+        by_turn(samples, [1])
+
+
+def test_averages_over_lengths() -> None:
+    percents = {8192: 90.0, 4096: 96.0, 16384: 60.0}
+    assert weighted_average(percents, increasing=True) == pytest.approx((96 + 2 * 90 + 3 * 60) / 6)
+    assert weighted_average(percents, increasing=False) == pytest.approx((3 * 96 + 2 * 90 + 60) / 6)
+    assert effective_length(percents) == 8192
+    assert effective_length({4096: 80.0, 8192: 99.0}) is None
+    with pytest.raises(RequestError, match="no lengths"):
+        weighted_average({}, increasing=True)

@@ -43,9 +43,6 @@ _ALL: tuple[Task, ...] = (
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 """All thirteen, in RULER's order."""
 
-THRESHOLD = 85.6
-"""The score of Llama-2-7B at 4K, by which RULER calls a length effective."""
-
 
 def generate(task: str, length: Length, materials: Materials, samples: int = SAMPLES) -> Iterator[Sample]:
     """Samples of a task at a length.
