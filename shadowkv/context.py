@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shadowkv.config import SamplingParams
 from shadowkv.engine.engine import KeptContext
@@ -122,7 +122,14 @@ class Context:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    """One prompt or several, as several.
+
+    Raises:
+        RequestError: neither.
+    """
+    given: Any = prompts
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
+        raise RequestError(f"prompts are text, token ids, or a list of either; got {type(given).__name__}")
+    if isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int)):
+        return [given]
+    return list(given)

@@ -212,7 +212,7 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence):
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise RequestError(f"a prompt is text or a sequence of token ids; got {type(prompt).__name__}")
         return [*prompt]
 
@@ -224,6 +224,8 @@ class LLM:
         context: KeptContext | None = None,
         keep: bool = False,
     ) -> str:
+        if not isinstance(params, SamplingParams):
+            raise _not_settings(params)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         reused = len(context.token_ids) if context is not None else 0
         request = Request(name, token_ids, params, arrival=time.monotonic(), reused_tokens=reused)
@@ -235,6 +237,8 @@ class LLM:
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise _not_settings(params)
         if len(params) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts and {len(params)} sampling settings; give one for each, or one")
         ids: list[str] = []
@@ -285,6 +289,10 @@ class LLM:
             self.engine.forget(request_id)
             self._finished.pop(request_id, None)
             self._streams.pop(request_id, None)
+
+
+def _not_settings(given: object) -> ConfigError:
+    return ConfigError(f"the sampling settings are of type {type(given).__name__}; give SamplingParams")
 
 
 def _stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

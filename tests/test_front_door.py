@@ -7,6 +7,7 @@ import pytest
 from shadowkv import LLM, FullConfig, SamplingParams, ShadowKVConfig
 from shadowkv.engine.memory import Memory
 from shadowkv.engine.placement import choose_plan
+from shadowkv.errors import ConfigError, RequestError
 from tests.engine.tiny import Letters, assert_idle, prompt, tiny_decoder
 
 SPARSE = ShadowKVConfig(rank=16, chunk_tokens=8, budget_tokens=64, outlier_chunks=4, recent_chunks=8)
@@ -88,3 +89,16 @@ def test_memory_for_one_long_sequence_serves_several_short_ones_together(device)
     assert llm.engine.scheduler.running_samples == 3
     (output,) = llm.generate([prompt(60)], SamplingParams(max_tokens=2, n=4, temperature=1.0))
     assert len(output.completions) == 4
+
+
+def test_arguments_of_another_type_are_named(device):
+    llm = open_llm(device)
+    for prompts, name in ((None, "NoneType"), (42, "int"), ((word for word in "ab"), "generator")):
+        with pytest.raises(RequestError, match=f"text, token ids, or a list of either; got {name}"):
+            llm.generate(prompts)
+    for params in ({"max_tokens": 3}, 3, [3], ["greedy"]):
+        with pytest.raises(ConfigError, match="give SamplingParams"):
+            llm.generate([prompt(20)], params)
+    with pytest.raises(ConfigError, match="the sampling settings are of type dict; give SamplingParams"):
+        llm.stream(prompt(20), {"max_tokens": 3})
+    assert_left_clean(llm)
