@@ -5,7 +5,19 @@ Importing this package touches no GPU and loads no library until a model is open
 
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.config import FullConfig, LandmarksConfig, SamplingParams, ShadowKVConfig
+from shadowkv.config import (
+    FullConfig,
+    LandmarksConfig,
+    LokiConfig,
+    OracleConfig,
+    QuestConfig,
+    RandomConfig,
+    SamplingParams,
+    SelectionConfig,
+    ShadowKVConfig,
+    SnapKVConfig,
+    StreamingConfig,
+)
 from shadowkv.errors import (
     CapacityError,
     CheckpointError,
@@ -30,12 +42,19 @@ __all__ = [
     "Context",
     "FullConfig",
     "LandmarksConfig",
+    "LokiConfig",
     "NumericsError",
+    "OracleConfig",
+    "QuestConfig",
+    "RandomConfig",
     "RequestError",
     "SamplingParams",
+    "SelectionConfig",
     "ShadowKVConfig",
     "ShadowKVError",
     "ShapeError",
+    "SnapKVConfig",
+    "StreamingConfig",
     "UnsupportedModelError",
 ]
 

@@ -1,19 +1,43 @@
 """What a user chooses: frozen dataclasses, checked when they are made. Knows no tensor and no model."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
+from shadowkv.baseline_config import (
+    ChunkedConfig,
+    LokiConfig,
+    MethodSettings,
+    OracleConfig,
+    QuestConfig,
+    RandomConfig,
+    SelectiveConfig,
+    SnapKVConfig,
+    StreamingConfig,
+    at_least,
+    one_of,
+)
 from shadowkv.errors import ConfigError
 
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {low}")
+__all__ = [
+    "CacheConfig",
+    "FullConfig",
+    "LandmarksConfig",
+    "LokiConfig",
+    "OracleConfig",
+    "QuestConfig",
+    "RandomConfig",
+    "SamplingParams",
+    "SelectionConfig",
+    "SelectiveConfig",
+    "ShadowKVConfig",
+    "SnapKVConfig",
+    "StreamingConfig",
+]
 
 
 @dataclass(frozen=True)
-class FullConfig:
+class FullConfig(MethodSettings):
     """Exact attention over every token; keys and values stay on the device."""
 
 
@@ -23,7 +47,7 @@ class LandmarksConfig:
 
 
 @dataclass(frozen=True)
-class ShadowKVConfig:
+class ShadowKVConfig(MethodSettings):
     """Low-rank keys on the device, values on the host, sparse exact attention (arXiv 2410.21465).
 
     Token settings are rounded up to whole chunks. Defaults are the paper's for a 128K context.
@@ -71,27 +95,26 @@ class ShadowKVConfig:
         if not isinstance(ranks, tuple | None):
             raise ConfigError(f"rank is {self.rank!r}; give one integer or a tuple with one integer per layer")
         for rank in ranks or ():
-            _at_least("rank", rank, 1)
+            at_least("rank", rank, 1)
         if ranks == ():
             raise ConfigError("rank is an empty tuple; give one integer or one per layer")
         for name in ("chunk_tokens", "budget_tokens", "query_block_tokens"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("local_chunks", "sink_chunks"):
-            _at_least(name, getattr(self, name), 0)
-        _at_least("outlier_chunks", self.outlier_chunks, self.sink_chunks)
-        _at_least("recent_chunks", self.recent_chunks, self.local_chunks + 2)
+            at_least(name, getattr(self, name), 0)
+        at_least("outlier_chunks", self.outlier_chunks, self.sink_chunks)
+        at_least("recent_chunks", self.recent_chunks, self.local_chunks + 2)
         if self.resident_tokens is not None:
-            _at_least("resident_tokens", self.resident_tokens, self.budget_tokens)
+            at_least("resident_tokens", self.resident_tokens, self.budget_tokens)
         if self.fetch_cap_chunks is not None:
-            _at_least("fetch_cap_chunks", self.fetch_cap_chunks, 1)
+            at_least("fetch_cap_chunks", self.fetch_cap_chunks, 1)
         if not self.reuse and (self.fetch_cap_chunks is not None or self.attend == "resident"):
             raise ConfigError(
                 "reuse=False fetches every selected chunk in every step; it excludes fetch_cap_chunks "
                 "and attend='resident'"
             )
-        for name, allowed in (("attend", ("selected", "resident")), ("value_store", ("host", "device"))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        one_of("attend", self.attend, ("selected", "resident"))
+        one_of("value_store", self.value_store, ("host", "device"))
         if not isinstance(self.index, LandmarksConfig):
             raise ConfigError(f"index is {self.index!r}; allowed: LandmarksConfig()")
 
@@ -103,13 +126,34 @@ class ShadowKVConfig:
     def resident_chunks(self) -> int:
         return -(-(self.resident_tokens or self.budget_tokens) // self.chunk_tokens)
 
-    def describe(self) -> str:
-        """One line: every setting that differs from its default."""
-        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"shadowkv({', '.join(changed)})"
+
+@dataclass(frozen=True)
+class SelectionConfig(ChunkedConfig):
+    """ShadowKV's selection without its compression: an index ranks chunks whose keys and values are exact."""
+
+    outlier_chunks: int = 48
+    """Chunks per KV head that their mean describes worst, always attended; the sinks are among them."""
+    index: LandmarksConfig = LandmarksConfig()
+    """What chunks are ranked by."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("outlier_chunks", self.outlier_chunks, self.sink_units)
+        if not isinstance(self.index, LandmarksConfig):
+            raise ConfigError(f"index is {self.index!r}; allowed: LandmarksConfig()")
 
 
-CacheConfig = FullConfig | ShadowKVConfig
+CacheConfig = (
+    FullConfig
+    | ShadowKVConfig
+    | SelectionConfig
+    | QuestConfig
+    | LokiConfig
+    | OracleConfig
+    | RandomConfig
+    | SnapKVConfig
+    | StreamingConfig
+)
 
 
 @dataclass(frozen=True)
@@ -163,14 +207,14 @@ class SamplingParams:
             if not all(type(value) is kind and value != "" for value in values):
                 raise ConfigError(f"{name} is {given!r}; give {allowed}")
             object.__setattr__(self, name, values)
-        _at_least("max_tokens", self.max_tokens, 1)
-        _at_least("n", self.n, 1)
-        _at_least("top_k", self.top_k, 0)
-        _at_least("min_tokens", self.min_tokens, 0)
+        at_least("max_tokens", self.max_tokens, 1)
+        at_least("n", self.n, 1)
+        at_least("top_k", self.top_k, 0)
+        at_least("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
         if self.logprobs is not None:
-            _at_least("logprobs", self.logprobs, 0)
+            at_least("logprobs", self.logprobs, 0)
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ConfigError(f"seed is {self.seed!r}; give an integer or None")
         for name, low, high in (

@@ -110,10 +110,16 @@ class CachedSequence:
 class PromptSink(Protocol):
     """What a prompt is given to, layer by layer: a cache, or several at once."""
 
+    @property
+    def prompt_queries(self) -> int:
+        """See :attr:`Cache.prompt_queries`."""
+
     def begin_prompt(self, seq: Any, tokens: int) -> None:
         """See :meth:`Cache.begin_prompt`."""
 
-    def take_layer(self, layer: int, seq: Any, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def take_layer(
+        self, layer: int, seq: Any, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor, q_NWD: Tensor | None = None
+    ) -> None:
         """See :meth:`Cache.take_layer`."""
 
 
@@ -231,9 +237,20 @@ class Cache(ABC, Generic[ConfigT, SequenceT]):
             CapacityError: it is longer than the reservation.
         """
 
+    @property
+    def prompt_queries(self) -> int:
+        """How many of the prompt's last positions' post-RoPE queries :meth:`take_layer` needs."""
+        return 0
+
     @abstractmethod
-    def take_layer(self, layer: int, seq: SequenceT, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def take_layer(
+        self, layer: int, seq: SequenceT, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor, q_NWD: Tensor | None = None
+    ) -> None:
         """Keep one layer of the prompt: keys before and after RoPE, values. They may be freed afterwards.
+
+        Args:
+            q_NWD: the last ``prompt_queries`` positions' queries after RoPE (fewer where the prompt is
+                shorter), or None where the method asks for none.
 
         Raises:
             NumericsError: a key is NaN or infinite; names the layer.

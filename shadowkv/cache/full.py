@@ -24,7 +24,7 @@ class FullCache(Cache[FullConfig, CachedSequence]):
 
     @property
     def append_tokens(self) -> int:
-        return 512  # bounds the [T, S] mask of an appended turn
+        return 128  # bounds the [T, S] mask of an appended turn
 
     def _new_sequence(
         self, reservation: Reservation, owns_memory: bool, price: Price, tensors: dict[str, Tensor]
@@ -38,7 +38,15 @@ class FullCache(Cache[FullConfig, CachedSequence]):
         self._check_prompt(seq, tokens)
         seq.tokens = tokens
 
-    def take_layer(self, layer: int, seq: CachedSequence, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def take_layer(
+        self,
+        layer: int,
+        seq: CachedSequence,
+        k_pre_SKD: Tensor,
+        k_KSD: Tensor,
+        v_KSD: Tensor,
+        q_NWD: Tensor | None = None,
+    ) -> None:
         require_finite(layer, k_KSD)
         seq.tensors["k"][layer, :, : seq.tokens] = k_KSD
         seq.tensors["v"][layer, :, : seq.tokens] = v_KSD

@@ -101,7 +101,15 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         if tokens > self.exact.dense_limit:
             self._set_context(seq)
 
-    def take_layer(self, layer: int, seq: ShadowSequence, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def take_layer(
+        self,
+        layer: int,
+        seq: ShadowSequence,
+        k_pre_SKD: Tensor,
+        k_KSD: Tensor,
+        v_KSD: Tensor,
+        q_NWD: Tensor | None = None,
+    ) -> None:
         require_finite(layer, k_KSD)
         if seq.compressed:
             self._compress_layer(layer, seq, k_pre_SKD, k_KSD, v_KSD)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -87,19 +87,20 @@ def flags_of(config: type) -> list[Flag]:
 
 
 def field_docs(config: type) -> dict[str, str]:
-    """The string under each field of a class, on one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """The string under each field of a class or of those that it extends, on one line."""
     docs = {}
-    for item, after in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(item, ast.AnnAssign)
-            and isinstance(item.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-            and isinstance(after.value.value, str)
-        ):
-            docs[item.target.id] = " ".join(after.value.value.replace("``", "").split())
+    for owner in reversed([kind for kind in config.__mro__ if is_dataclass(kind)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for item, after in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
+                docs[item.target.id] = " ".join(after.value.value.replace("``", "").split())
     return docs
 
 
@@ -145,9 +146,12 @@ def _dataclass_flags(config: type) -> tuple[list[inspect.Parameter], Callable[[d
 def _method_flags() -> tuple[list[inspect.Parameter], Callable[[dict[str, Given]], object]]:
     by_method = {name: {flag.field: flag for flag in flags_of(config)} for name, config in methods().items()}
     merged: dict[str, Flag] = {}
-    for flags in by_method.values():
+    defaults: dict[str, dict[str, list[str]]] = {}
+    for method, flags in by_method.items():
         for name, flag in flags.items():
             assert merged.setdefault(name, flag).annotation == flag.annotation, f"--{name} means two things"
+            defaults.setdefault(name, {}).setdefault(flag.default, []).append(method)
+    merged = {name: replace(flag, default=_by_method(defaults[name])) for name, flag in merged.items()}
     default = _kind_name(ShadowKVConfig)
     choice = Flag("method", "--method", "|".join(by_method), "How the context is remembered.", default, str | None, str)
 
@@ -163,6 +167,13 @@ def _method_flags() -> tuple[list[inspect.Parameter], Callable[[dict[str, Given]
         return methods()[method](**{name: flag.value(given[name]) for name, flag in written.items()})
 
     return [flag.parameter() for flag in (choice, *merged.values())], build
+
+
+def _by_method(defaults: dict[str, list[str]]) -> str:
+    """A default that all owners of a flag share, or whose is which."""
+    if len(defaults) == 1:
+        return next(iter(defaults))
+    return "; ".join(f"{default} ({', '.join(methods)})" for default, methods in defaults.items() if default)
 
 
 def _written(given: Given) -> bool:

@@ -122,9 +122,17 @@ class _Everyone:
         for subject in self.subjects:
             subject.cache.begin_prompt(subject.seq, tokens)
 
-    def take_layer(self, layer: int, seq: None, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    @property
+    def prompt_queries(self) -> int:
+        return max(subject.cache.prompt_queries for subject in self.subjects)
+
+    def take_layer(
+        self, layer: int, seq: None, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor, q_NWD: Tensor | None = None
+    ) -> None:
         for subject in self.subjects:
-            subject.cache.take_layer(layer, subject.seq, k_pre_SKD, k_KSD, v_KSD)
+            wanted = subject.cache.prompt_queries
+            own_NWD = q_NWD[:, -wanted:] if q_NWD is not None and wanted else None
+            subject.cache.take_layer(layer, subject.seq, k_pre_SKD, k_KSD, v_KSD, own_NWD)
 
 
 @torch.inference_mode()

@@ -72,19 +72,23 @@ class Decoder:
         total = tokens_S.shape[0]
         self._check_tokens(tokens_S)
         cache.begin_prompt(seq, total)
+        observed = cache.prompt_queries
         hidden_SM = F.embedding(tokens_S.to(self.device), self.embed)
         positions_S = torch.arange(total, device=self.device)
         row = torch.full((1,), self.rope.row(total), device=self.device)
         for i, weights in enumerate(self.layers):
-            q_first = total - 1 if i == len(self.layers) - 1 and want_positions == "last" else 0
+            last_only = i == len(self.layers) - 1 and want_positions == "last" and total > 1
+            # Of the last layer one position's output is wanted, and as many queries as the cache asks for.
+            q_first = max(total - max(observed, 1), 0) if last_only else 0
             q_NTD, k_pre_SKD, k_KSD, v_KSD = self._prompt_qkv(hidden_SM, weights, positions_S, row, q_first)
-            if q_first:
-                o_NTD = decode_attention(q_NTD, DenseView(k_KSD, v_KSD))
-                hidden_SM = hidden_SM[q_first:]
+            if last_only:
+                o_NTD = decode_attention(q_NTD[:, -1:], DenseView(k_KSD, v_KSD))
+                hidden_SM = hidden_SM[-1:]
             else:
                 o_NTD = prefill_attention(q_NTD, k_KSD, v_KSD)
+            q_NWD = q_NTD[:, -observed:].clone() if observed else None
             del q_NTD
-            cache.take_layer(i, seq, k_pre_SKD, k_KSD, v_KSD)
+            cache.take_layer(i, seq, k_pre_SKD, k_KSD, v_KSD, q_NWD)
             del k_pre_SKD, k_KSD, v_KSD
             for part in self._slices(hidden_SM.shape[0]):
                 hidden_SM[part] = self._after_attention(hidden_SM[part], o_NTD[:, part].transpose(0, 1), weights)

@@ -6,7 +6,8 @@ import torch
 from shadowkv.cache.base import Geometry
 from shadowkv.config import FullConfig, ShadowKVConfig
 from shadowkv.errors import CapacityError, ConfigError, NumericsError
-from tests.cache.worlds import METHODS, World, error, make_cache, make_rope, rounding, step_together
+from tests.cache.baselines import BASELINES
+from tests.cache.worlds import METHODS, World, error, last_queries, make_cache, make_rope, rounding, step_together
 
 SMALL = {"rank": 12, "chunk_tokens": 4, "budget_tokens": 16, "outlier_chunks": 2, "local_chunks": 2, "recent_chunks": 6}
 LOSSLESS = {"rank": 32, "budget_tokens": 4096, "exact_while_fits": False}
@@ -15,6 +16,7 @@ CONFIGS = {
     "shadowkv": ShadowKVConfig(**SMALL),
     "shadowkv-lru": ShadowKVConfig(**SMALL, resident_tokens=32, attend="resident", fetch_cap_chunks=2),
     "shadowkv-device": ShadowKVConfig(**SMALL, value_store="device", reuse=False),
+    **BASELINES,
 }
 
 
@@ -94,10 +96,11 @@ def test_nan_keys_are_refused_by_layer(geometry, device, config):
         seq = cache.open(prompt + 4)
         cache.begin_prompt(seq, prompt)
         pre = torch.randn(prompt, geometry.kv_heads, geometry.head_dim, device=device, dtype=geometry.dtype)
-        cache.take_layer(0, seq, pre, pre.transpose(0, 1), pre.transpose(0, 1))
+        queries = last_queries(cache, prompt)
+        cache.take_layer(0, seq, pre, pre.transpose(0, 1), pre.transpose(0, 1), queries)
         pre[prompt // 2, 0, 3] = torch.nan
         with pytest.raises(NumericsError, match="layer 1"):
-            cache.take_layer(1, seq, pre, pre.transpose(0, 1), pre.transpose(0, 1))
+            cache.take_layer(1, seq, pre, pre.transpose(0, 1), pre.transpose(0, 1), queries)
 
 
 def test_capacity_is_checked_before_anything_is_written(geometry, device, config):

@@ -5,6 +5,7 @@ import torch
 
 from shadowkv.cache.base import Geometry
 from shadowkv.config import FullConfig, ShadowKVConfig
+from tests.cache.baselines import BASELINES
 from tests.cache.worlds import World, make_cache
 
 SMALL = {"rank": 12, "chunk_tokens": 4, "budget_tokens": 16, "outlier_chunks": 2, "local_chunks": 2, "recent_chunks": 6}
@@ -13,6 +14,7 @@ CONFIGS = {
     "selected": ShadowKVConfig(**SMALL),
     "resident": ShadowKVConfig(**SMALL, resident_tokens=32, attend="resident", fetch_cap_chunks=2),
     "window": ShadowKVConfig(**SMALL, exact_while_fits=False, value_store="device", reuse=False),
+    **BASELINES,
 }
 
 

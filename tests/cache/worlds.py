@@ -7,13 +7,11 @@ from torch import Tensor
 
 from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Cache, CachedSequence, Geometry
-from shadowkv.cache.full import FullCache
-from shadowkv.cache.shadowkv import ShadowKVCache, ShadowSequence
-from shadowkv.config import FullConfig, ShadowKVConfig
+from shadowkv.cache.methods import METHODS
+from shadowkv.cache.shadowkv import ShadowSequence
+from shadowkv.config import CacheConfig
 from shadowkv.ops.attention import decode_attention, dense_attention
 from shadowkv.ops.rope import Rope
-
-METHODS = {FullConfig: FullCache, ShadowKVConfig: ShadowKVCache}
 
 
 def make_rope(geometry: Geometry, device: torch.device, *, interleaved: bool = False, factor: float = 1.0) -> Rope:
@@ -30,7 +28,7 @@ def make_rope(geometry: Geometry, device: torch.device, *, interleaved: bool = F
 
 def make_cache(
     geometry: Geometry,
-    config: FullConfig | ShadowKVConfig,
+    config: CacheConfig,
     device: torch.device,
     rope: Rope | None = None,
     size_bytes: int = 64 << 20,
@@ -68,7 +66,7 @@ class World:
                 pre = k_pre[layer]
             k = cache.rope.rotate(pre.transpose(0, 1), positions, rows)
             v = torch.randn(g.kv_heads, prompt, g.head_dim, device=device, dtype=g.dtype)
-            cache.take_layer(layer, seq, pre, k, v)
+            cache.take_layer(layer, seq, pre, k, v, last_queries(cache, prompt))
             world.k.append(k)
             world.v.append(v)
         return world
@@ -76,6 +74,14 @@ class World:
     def step(self, tokens: int = 1) -> list[tuple[Tensor, Tensor]]:
         """Append random tokens: per layer, the cache's attention and the exact one's, [N, T, D]."""
         return step_together([self], tokens)[0]
+
+
+def last_queries(cache: Cache, prompt: int) -> Tensor | None:
+    """As many random queries as the method asks for at the end of a prompt of this length."""
+    g, wanted = cache.geometry, min(cache.prompt_queries, prompt)
+    if not wanted:
+        return None
+    return torch.randn(g.heads, wanted, g.head_dim, device=cache.device_arena.device, dtype=g.dtype)
 
 
 def step_together(worlds: list[World], tokens: int = 1) -> list[list[tuple[Tensor, Tensor]]]:

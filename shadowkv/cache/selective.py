@@ -1,0 +1,205 @@
+"""What methods share that keep every key and value exactly and attend to a selection of them.
+
+Tokens are selected by *units* of neighbours. Sinks (the first units), the recent tokens and the incomplete
+unit are always attended; of the other complete units, a method's scores choose a budget per KV head. While
+the budget covers all of them the view is dense and exact, and nothing is indexed. Knows no method's scores.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shadowkv.cache.arena import Arena
+from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
+from shadowkv.cache.index import Index
+from shadowkv.cache.layout import Region
+from shadowkv.cache.pool import Reservation
+from shadowkv.config import SelectiveConfig
+from shadowkv.ops.chunks import split_chunks
+from shadowkv.ops.rope import Rope
+from shadowkv.ops.select import chunk_scores, top_chunks
+from shadowkv.ops.views import DenseView, SlotView, View
+
+
+@dataclass(eq=False)
+class SelectiveSequence(CachedSequence):
+    """``indexed_units`` is 0 until the first selection; ``fetched_tokens`` is summed over layers and KV heads."""
+
+    indexed_units: int = 0
+    fetched_tokens: int = 0
+
+
+SelectiveT = TypeVar("SelectiveT", bound=SelectiveConfig)
+
+
+class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
+    """Exact keys on the device, exact values there or on the host, and an index over units of them."""
+
+    def __init__(self, geometry: Geometry, config: SelectiveT, rope: Rope, device: Arena, host: Arena) -> None:
+        super().__init__(geometry, config, rope, device, host)
+        self.index = self.index_of(geometry, config)
+
+    # What a method says.
+
+    @classmethod
+    @abstractmethod
+    def index_of(cls, geometry: Geometry, config: SelectiveT) -> Index:
+        """What units are ranked by."""
+
+    @classmethod
+    def always_units(cls, config: SelectiveT) -> int:
+        """Units per KV head that are attended without being selected."""
+        return config.sink_units
+
+    def always(self, layer: int, seq: SelectiveSequence) -> Tensor:
+        """Their ids, [K, O] (int64)."""
+        sinks_O = torch.arange(self.config.sink_units, device=self.device_arena.device)
+        return sinks_O.expand(self.geometry.kv_heads, -1)
+
+    def begin_selection(self, layer: int, seq: SelectiveSequence, k_KSD: Tensor) -> None:
+        """Learn from the keys that there are when units are selected for the first time, before they are indexed."""
+
+    def scores(self, layer: int, seq: SelectiveSequence, units: int, q_NTD: Tensor, selectable_KC: Tensor) -> Tensor:
+        """[K, C] over the first ``units`` units, -inf where not selectable."""
+        return chunk_scores(self.index.logits(layer, seq.tensors, units, q_NTD), selectable_KC)
+
+    # Memory.
+
+    @classmethod
+    def _context_units(cls, config: SelectiveT, tokens: int) -> int:
+        """Complete units older than the recent tokens, for queries that ``tokens`` tokens stand before."""
+        return max(tokens - config.recent_tokens, 0) // config.unit_tokens
+
+    @classmethod
+    def _selects(cls, config: SelectiveT, units: int) -> bool:
+        return units > cls.always_units(config) + config.budget_units
+
+    @classmethod
+    def regions(cls, geometry: Geometry, config: SelectiveT, capacity_tokens: int) -> tuple[list[Region], list[Region]]:
+        shape = (geometry.layers, geometry.kv_heads, capacity_tokens, geometry.head_dim)
+        keys, values = Region("k", "keys", shape, geometry.dtype), Region("v", "values", shape, geometry.dtype)
+        if not cls._selects(config, cls._context_units(config, capacity_tokens)):
+            return [keys, values], []
+        index = cls.index_of(geometry, config).regions(geometry, -(-capacity_tokens // config.unit_tokens))
+        device = [keys, *index, *cls.more_regions(geometry, config)]
+        return (device, [values]) if config.value_store == "host" else ([*device, values], [])
+
+    @classmethod
+    def more_regions(cls, geometry: Geometry, config: SelectiveT) -> list[Region]:
+        """What a method keeps besides its index."""
+        return []
+
+    @property
+    def append_tokens(self) -> int:
+        return self.config.query_block_tokens
+
+    def _new_sequence(
+        self, reservation: Reservation, owns_memory: bool, price: Price, tensors: dict[str, Tensor]
+    ) -> SelectiveSequence:
+        return SelectiveSequence(reservation, owns_memory, price, tensors)
+
+    def _copy_lengths(self, source: SelectiveSequence, target: SelectiveSequence) -> None:
+        target.tokens, target.indexed_units = source.tokens, source.indexed_units
+        target.fetched_tokens = source.fetched_tokens
+
+    # Prompt and new tokens.
+
+    def begin_prompt(self, seq: SelectiveSequence, tokens: int) -> None:
+        self._check_prompt(seq, tokens)
+        seq.tokens = tokens
+        if self._selects(self.config, self._context_units(self.config, tokens)):
+            seq.indexed_units = tokens // self.config.unit_tokens
+
+    def take_layer(
+        self,
+        layer: int,
+        seq: SelectiveSequence,
+        k_pre_SKD: Tensor,
+        k_KSD: Tensor,
+        v_KSD: Tensor,
+        q_NWD: Tensor | None = None,
+    ) -> None:
+        require_finite(layer, k_KSD)
+        seq.tensors["k"][layer, :, : seq.tokens] = k_KSD
+        for stored_SD, v_SD in zip(seq.tensors["v"][layer, :, : seq.tokens], v_KSD, strict=True):
+            stored_SD.copy_(v_SD)  # by head, since contiguous copies to pinned memory need no staging
+        if seq.indexed_units:
+            self._index_layer(layer, seq, 0, seq.indexed_units)
+
+    def extend(self, seqs: Seq[SelectiveSequence], tokens: int, rope_lengths: Seq[int] | None = None) -> None:
+        self._check_room(seqs, tokens)
+        for seq in seqs:
+            if self._selects(self.config, self._context_units(self.config, seq.tokens)):
+                self._index_new_units(seq)
+            seq.tokens += tokens
+
+    def _index_new_units(self, seq: SelectiveSequence) -> None:
+        """Index the units that have been completed since the last time."""
+        first, stop = seq.indexed_units, seq.tokens // self.config.unit_tokens
+        if first < stop:
+            for layer in range(self.geometry.layers):
+                self._index_layer(layer, seq, first, stop)
+            seq.indexed_units = stop
+
+    def _index_layer(self, layer: int, seq: SelectiveSequence, first: int, stop: int) -> None:
+        size, k_KSD = self.config.unit_tokens, seq.tensors["k"][layer]
+        if layer < self.config.dense_layers:
+            return
+        if first == 0:
+            self.begin_selection(layer, seq, k_KSD[:, : seq.tokens])
+        self.index.write(layer, seq.tensors, first, split_chunks(k_KSD[:, first * size : stop * size], size))
+
+    def append(self, layer: int, seqs: Seq[SelectiveSequence], k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+        for seq, k_KTD, v_KTD in zip(seqs, k_BKTD, v_BKTD, strict=True):
+            new = slice(seq.tokens - k_KTD.shape[1], seq.tokens)
+            seq.tensors["k"][layer, :, new] = k_KTD
+            seq.tensors["v"][layer, :, new] = v_KTD
+
+    def view(self, layer: int, seqs: Seq[SelectiveSequence], q_BNTD: Tensor) -> list[View]:
+        return [self._view_one(layer, seq, q_NTD) for seq, q_NTD in zip(seqs, q_BNTD, strict=True)]
+
+    def _view_one(self, layer: int, seq: SelectiveSequence, q_NTD: Tensor) -> View:
+        config, device, tokens = self.config, q_NTD.device, q_NTD.shape[1]
+        k_KSD, v_KSD = (seq.tensors[name][layer, :, : seq.tokens] for name in ("k", "v"))
+        units = self._context_units(config, seq.tokens - tokens)
+        if layer < config.dense_layers or not self._selects(config, units):
+            self._count_fetch(seq, v_KSD)
+            return DenseView(k_KSD, v_KSD.to(device))
+        kv_heads, size = k_KSD.shape[0], config.unit_tokens
+        always_KO = self.always(layer, seq)
+        selectable_KC = torch.ones(kv_heads, units, dtype=torch.bool, device=device).scatter(1, always_KO, False)
+        scores_KC = self.scores(layer, seq, units, q_NTD, selectable_KC)
+        chosen_KP = top_chunks(scores_KC, config.budget_units)
+        units_KP = torch.cat([always_KO, chosen_KP], dim=1)
+        tokens_KE = (units_KP[..., None] * size + torch.arange(size, device=device)).flatten(1)
+        recent_W = torch.arange(units * size, seq.tokens, device=device)
+        queries_T = torch.arange(seq.tokens - tokens, seq.tokens, device=device)
+        allowed_KTE = torch.ones(kv_heads, tokens, tokens_KE.shape[1] + len(recent_W), dtype=torch.bool, device=device)
+        allowed_KTE[:, :, tokens_KE.shape[1] :] = recent_W <= queries_T[:, None]
+        slots_KE = torch.cat([tokens_KE, recent_W.expand(kv_heads, -1)], dim=1)
+        heads_K1 = torch.arange(kv_heads, device=device)[:, None]
+        v_KED = v_KSD[heads_K1.to(v_KSD.device), slots_KE.to(v_KSD.device)]
+        self._count_fetch(seq, v_KED)
+        return SlotView(k_KSD[heads_K1, slots_KE], v_KED.to(device), allowed_KTE)
+
+    def _count_fetch(self, seq: SelectiveSequence, v_KSD: Tensor) -> None:
+        if seq.reservation.host is not None:
+            seq.fetched_tokens += v_KSD.shape[0] * v_KSD.shape[1]
+
+    def stats(self, seq: SelectiveSequence) -> CacheStats:
+        g = self.geometry
+        vector_bytes = g.head_dim * g.dtype.itemsize
+        stores = 1 if seq.reservation.host is not None else 2
+        return CacheStats(
+            method=self.name,
+            attention="sparse" if seq.indexed_units else "exact",
+            tokens=seq.tokens,
+            device_bytes=seq.price.device_bytes,
+            host_bytes=seq.price.host_bytes,
+            fetched_bytes=seq.fetched_tokens * vector_bytes,
+            resident_bytes=stores * seq.tokens * g.layers * g.kv_heads * vector_bytes,
+        )
