@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,9 +36,10 @@ def run(sampler: Sampler, logits_BV: Tensor, states: list[SampleState], steps: i
 def naive_probabilities(row: list[float], params: SamplingParams) -> tuple[dict[int, float], float]:
     """Kept tokens and their probabilities, and how near top-p's cut is to an undecidable tie."""
     top = max(row)
-    weight = {i: math.exp((x - top) / params.temperature) for i, x in enumerate(row)}
+    scaled = [(x - top) / params.temperature for x in row]  # logits that are equal from here on are a tie
+    weight = {i: math.exp(x) for i, x in enumerate(scaled)}
     kept = [i for i in weight if weight[i] >= params.min_p]
-    kept.sort(key=lambda i: (-row[i], i))
+    kept.sort(key=lambda i: (-scaled[i], i))
     if params.top_k:
         kept = kept[: params.top_k]
     total = sum(weight[i] for i in kept)
@@ -67,6 +68,7 @@ cuts = st.builds(
 @pytest.mark.parametrize("few", [3, 2048], ids=["mostly-sorted", "mostly-top"])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=rows, params=cuts)
+@example(row=[0.0, 1.0, -1.1754943508222875e-38, 0.0], params=SamplingParams(temperature=0.7, top_k=3))
 def test_cuts_and_probabilities_equal_the_oracle(
     few: int, monkeypatch: pytest.MonkeyPatch, row: list[float], params: SamplingParams
 ) -> None:
