@@ -23,7 +23,7 @@ from shadowkv.cache.layout import Region
 from shadowkv.cache.pool import Reservation
 from shadowkv.cache.shadowkv_layout import ExactRegion, ranks, sequence_price, sequence_regions
 from shadowkv.config import ShadowKVConfig
-from shadowkv.errors import ConfigError
+from shadowkv.errors import ConfigError, NumericsError
 from shadowkv.ops.chunks import choose_outliers, split_chunks
 from shadowkv.ops.lowrank import find_subspace, project, rebuild
 from shadowkv.ops.rope import Rope
@@ -239,7 +239,10 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
     def _compress_layer(self, layer: int, seq: ShadowSequence, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
         tensors, size = seq.tensors, self.config.chunk_tokens
         context = seq.context_chunks * size
-        subspace = find_subspace(k_pre_SKD, self.ranks[layer], centre=self.config.centre_keys)
+        try:
+            subspace = find_subspace(k_pre_SKD, self.ranks[layer], centre=self.config.centre_keys)
+        except NumericsError as error:
+            raise NumericsError(f"layer {layer}: {error}, or too large to be squared") from error
         tensors[f"basis.{layer}"].copy_(subspace.basis_KDR)
         tensors[f"mean.{layer}"].copy_(subspace.mean_KD)
         seq.energy.append(subspace.energy)

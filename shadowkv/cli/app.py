@@ -7,6 +7,7 @@ import typer
 from shadowkv.cli.batch import batch
 from shadowkv.cli.compare import compare
 from shadowkv.cli.demo import demo
+from shadowkv.cli.eval import evaluate
 from shadowkv.cli.generate import generate
 from shadowkv.cli.plan import plan
 
@@ -18,8 +19,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut long flags on a terminal of 80 columns
 )
-for command in (generate, batch, plan, compare, demo):
-    app.command()(command)
+for name, command in {
+    "generate": generate,
+    "batch": batch,
+    "plan": plan,
+    "compare": compare,
+    "eval": evaluate,
+    "demo": demo,
+}.items():
+    app.command(name)(command)
 
 
 def main() -> None:

@@ -82,6 +82,46 @@ def test_layers_and_positions_are_reported(world: tuple[Decoder, object]) -> Non
     assert hidden.shape == (1, decoder.spec.hidden)
 
 
+class Observer:
+    """Keeps the queries that it asked for."""
+
+    def __init__(self, prompt_queries: int) -> None:
+        self.prompt_queries = prompt_queries
+        self.queries: list[Tensor | None] = []
+
+    def begin_prompt(self, seq: None, tokens: int) -> None:
+        self.tokens = tokens
+
+    def take_layer(
+        self, layer: int, seq: None, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor, q_NWD: Tensor | None = None
+    ) -> None:
+        assert k_KSD.shape[1] == v_KSD.shape[1] == k_pre_SKD.shape[0] == self.tokens
+        self.queries.append(q_NWD)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 37])
+@pytest.mark.parametrize("slice_tokens", [4, 4096])
+def test_a_cache_gets_the_last_queries_that_it_asks_for(
+    world: tuple[Decoder, object], length: int, slice_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, _ = world
+    monkeypatch.setattr(decoder, "slice_tokens", slice_tokens)
+    everything = Observer(length)
+    whole = decoder.prefill(prompt_of(length), everything, None, want_positions="all")
+    nothing = Observer(0)
+    last = decoder.prefill(prompt_of(length), nothing, None)
+    assert nothing.queries == [None, None]
+    for wanted in (1, 5, 100):
+        observer = Observer(wanted)
+        assert torch.equal(decoder.prefill(prompt_of(length), observer, None), last)
+        for got, want in zip(observer.queries, everything.queries, strict=True):
+            assert got is not None
+            assert want is not None
+            assert got.shape[1] == min(wanted, length)
+            assert torch.equal(got, want[:, -wanted:])
+    assert torch.allclose(whole[-1:], last, atol=1e-4, rtol=1e-4)
+
+
 def test_refusals(world: tuple[Decoder, object]) -> None:
     decoder, _ = world
     cache = full_cache(decoder)

@@ -1,0 +1,243 @@
+"""Methods that select: which tokens are attended is what each paper's rule gives, in plain loops."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from shadowkv.cache.base import Geometry
+from shadowkv.cache.quest import QuestCache
+from shadowkv.cache.random import RandomCache, draw
+from shadowkv.config import (
+    LokiConfig,
+    OracleConfig,
+    QuestConfig,
+    RandomConfig,
+    SelectionConfig,
+    SelectiveConfig,
+)
+from shadowkv.errors import ConfigError
+from shadowkv.ops.attention import decode_attention
+from shadowkv.ops.views import DenseView, SlotView
+from tests.cache.rules import Array, Told, attended, attention, best, reduce_scores
+from tests.cache.worlds import World, error, make_cache, rounding
+
+PLAIN = {"budget_tokens": 12, "sink_tokens": 0, "recent_tokens": 0}
+WIDE = {"budget_tokens": 20, "sink_tokens": 5, "recent_tokens": 9, "query_block_tokens": 6}
+CONFIGS = {
+    "quest": QuestConfig(**PLAIN, page_tokens=4, dense_layers=0),
+    "quest-host": QuestConfig(**WIDE, page_tokens=3, dense_layers=0, value_store="host"),
+    "oracle": OracleConfig(**PLAIN, chunk_tokens=4),
+    "oracle-tokens": OracleConfig(**WIDE, chunk_tokens=1, value_store="host"),
+    "loki": LokiConfig(**PLAIN, score_dims=5),
+    "loki-host": LokiConfig(**WIDE, value_store="host"),
+    "selection": SelectionConfig(**WIDE, chunk_tokens=4, outlier_chunks=4),
+    "selection-plain": SelectionConfig(**PLAIN, chunk_tokens=4, outlier_chunks=0),
+    "random": RandomConfig(**WIDE, chunk_tokens=4, selection_seed=3),
+}
+
+
+def geometry_of(group: int) -> Geometry:
+    return Geometry(layers=2, heads=2 * group, kv_heads=2, head_dim=16, dtype=torch.float32)
+
+
+def page_bound(q: Array, k_LD: Array) -> float:
+    """Quest's: the highest product with any vector between the page's smallest and largest keys."""
+    return sum(max(q[d] * min(k_LD[:, d]), q[d] * max(k_LD[:, d])) for d in range(len(q)))
+
+
+def exact_mass(q: Array, k_LD: Array) -> float:
+    """The log of the attention that the unit gets, but for what all units share. Queries come scaled."""
+    return float(np.log(sum(np.exp(q @ k) for k in k_LD)))
+
+
+def mean_key(q: Array, k_LD: Array) -> float:
+    return float(q @ k_LD.mean(0))
+
+
+class Rule:
+    """What a method attends to, from all the keys and from when selection began."""
+
+    def __init__(self, told: Told) -> None:
+        self.told, self.c, self.began = told, told.cache.config, None
+
+    def before_step(self) -> None:
+        """Selection begins with the first step that the budget does not cover."""
+        tokens, c = self.told.seq.tokens, self.c
+        always = getattr(c, "outlier_chunks", c.sink_units)
+        if self.began is None and max(tokens - c.recent_tokens, 0) // c.unit_tokens > always + c.budget_units:
+            self.began = tokens
+
+    def seen(self, layer: int, head: int, q_GTD: Array) -> list[list[int]] | None:
+        """Positions by query; None where everything is attended."""
+        if self.began is None:
+            return None
+        size, c, total, new = self.c.unit_tokens, self.c, self.told.seq.tokens, q_GTD.shape[1]
+        units = (total - new - c.recent_tokens) // size
+        keys = self.told.k[layer][head].double().cpu().numpy()
+        always = list(range(c.sink_units))
+        if isinstance(c, SelectionConfig):
+            always = self.outliers(keys)
+        rest = [u for u in range(units) if u not in always]
+        chosen = self.choose(layer, head, q_GTD, keys, rest)
+        old = [u * size + i for u in always + chosen for i in range(size)]
+        return [sorted(old + list(range(units * size, total - new + t + 1))) for t in range(new)]
+
+    def outliers(self, keys: Array) -> list[int]:
+        size, found = self.c.chunk_tokens, []
+        for u in range((self.began - self.c.recent_tokens) // size):
+            members = keys[u * size : (u + 1) * size]
+            mean = members.mean(0)
+            found.append(min(x @ mean / np.linalg.norm(x) / np.linalg.norm(mean) for x in members))
+        found[: self.c.sink_units] = [-2.0] * self.c.sink_units
+        return sorted(np.argsort(found)[: self.c.outlier_chunks].tolist())
+
+    def choose(self, layer: int, head: int, q_GTD: Array, keys: Array, rest: list[int]) -> list[int]:
+        c, size, dim = self.c, self.c.unit_tokens, keys.shape[1]
+        if isinstance(c, RandomConfig):
+            drawn = draw(c.selection_seed, layer, self.told.seq.tokens, (2, max(rest) + 1))[head].numpy()
+            return best(drawn[rest].astype(np.float64), rest, c.budget_units)
+        q_GTD = q_GTD / np.sqrt(dim)
+        if isinstance(c, LokiConfig):
+            known = keys[: self.began]
+            _, vectors = np.linalg.eigh(np.cov(known.T))
+            first = vectors[:, ::-1][:, : c.score_dims or dim // 4]
+            keys, q_GTD = keys @ first, q_GTD @ first
+        value = {QuestConfig: page_bound, OracleConfig: exact_mass, SelectionConfig: mean_key, LokiConfig: mean_key}
+        logits = np.array(
+            [[[value[type(c)](q, keys[u * size : (u + 1) * size]) for u in rest] for q in queries] for queries in q_GTD]
+        )
+        if logits.shape[:2] == (1, 1):  # the papers' own case, one query and a key head of its own: no reduction
+            return best(logits[0, 0], rest, c.budget_units)
+        return best(reduce_scores(logits), rest, c.budget_units)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("prompt", [3, 40, 61])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_attended_is_what_the_rule_gives(device, config: SelectiveConfig, prompt: int, group: int):
+    cache = make_cache(geometry_of(group), config, device)
+    told = Told.prompt(cache, prompt, prompt + 80)
+    rule = Rule(told)
+    for tokens in [1, 1, 4, 1, 3] + [1] * (40 if prompt == 3 else 6):
+        rule.before_step()
+        for layer, (q_NTD, view) in enumerate(told.step(tokens)):
+            q_KGTD = q_NTD.double().cpu().numpy().reshape(2, group, tokens, 16)
+            total = told.seq.tokens
+            everything = [list(range(total - tokens + t + 1)) for t in range(tokens)]
+            want = [rule.seen(layer, head, q_KGTD[head]) or everything for head in range(2)]
+            assert attended(view, tokens) == want
+            exact = attention(q_NTD, told.k[layer], told.v[layer], want)
+            assert error(decode_attention(q_NTD, view), torch.from_numpy(exact)) < rounding(torch.float32)
+    assert isinstance(view, SlotView)
+    assert cache.stats(told.seq).attention == "sparse"
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_full_budget_is_full_attention(device, config: SelectiveConfig):
+    cache = make_cache(geometry_of(3), replace(config, budget_tokens=500), device)
+    world = World.start(cache, 90, 200)
+    for tokens in [1, 5, 1, 3] + [1] * 20:
+        for got, want in world.step(tokens):
+            assert error(got, want) < rounding(torch.float32)
+    stats = cache.stats(world.seq)
+    assert (stats.attention, stats.hits, stats.misses, stats.hit_rate) == ("exact", 0, 0, None)
+    assert set(world.seq.price.device) == {"keys", "values"}  # nothing to index, and nothing paid for it
+
+
+def test_dense_layers_attend_to_everything(device):
+    cache = make_cache(geometry_of(3), QuestConfig(**PLAIN, page_tokens=4, dense_layers=1), device)
+    told = Told.prompt(cache, 60, 90)
+    for _ in range(10):
+        first, second = (view for _, view in told.step())
+        assert isinstance(first, DenseView)
+        assert first.k_KSD.shape[1] == told.seq.tokens
+        assert isinstance(second, SlotView)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_where_the_values_live_changes_no_bit(device, config: SelectiveConfig):
+    found = []
+    for store in ("host", "device"):
+        torch.manual_seed(1)
+        cache = make_cache(geometry_of(3), replace(config, value_store=store), device)
+        world = World.start(cache, 60, 90)
+        found.append([got for tokens in (1, 4, 1, 1) for got, _ in world.step(tokens)])
+        stats, price = cache.stats(world.seq), world.seq.price
+        vectors = 2 * 2 * 90 * 16 * 4
+        assert sum(price.host.values()) == (vectors + -vectors % 256 if store == "host" else 0)
+        assert (stats.fetched_bytes > 0) == (store == "host")
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_fetched_bytes_are_those_of_the_attended_values(device):
+    config = OracleConfig(**PLAIN, chunk_tokens=4, value_store="host")
+    cache = make_cache(geometry_of(3), config, device)
+    told = Told.prompt(cache, 60, 90)
+    for step in range(4):  # three selected chunks, and the incomplete one with the new token
+        told.step()
+        fetched = sum(12 + i + 1 for i in range(step + 1))
+        assert cache.stats(told.seq).fetched_bytes == fetched * 2 * 2 * 16 * 4
+
+
+def test_quest_pays_for_two_bounds_a_page(device):
+    price = QuestCache.price(Geometry(4, 8, 8, 128, torch.bfloat16), QuestConfig(), 32768)
+    keys = 4 * 8 * 32768 * 128 * 2
+    assert price.device == {"keys": keys, "page bounds": keys * 2 // 16, "values": keys}
+    assert price.host == {}
+
+
+def test_random_draws_are_new_in_every_step_and_spread_over_all_units(device):
+    config = RandomConfig(**PLAIN, chunk_tokens=4)
+    cache = make_cache(geometry_of(1), config, device)
+    assert isinstance(cache, RandomCache)
+    told = Told.prompt(cache, 80, 400)
+    counts, steps = np.zeros((2, 2, 20)), 300
+    for _ in range(steps):
+        for layer, (_, view) in enumerate(told.step()):
+            for head, ((positions,), _) in enumerate(zip(attended(view, 1), range(2), strict=True)):
+                for unit in {p // 4 for p in positions if p < 80}:
+                    counts[layer, head, unit] += 1
+    units = [(told.seq.tokens - steps + s) // 4 for s in range(steps)]
+    expected = sum(3 / u for u in units)
+    assert counts.min() > 0
+    assert np.abs(counts - expected).max() < 6 * np.sqrt(expected)
+    again = draw(0, 0, 81, (2, 20))
+    assert torch.equal(again, draw(0, 0, 81, (2, 20)))
+    others = [draw(1, 0, 81, (2, 20)), draw(0, 1, 81, (2, 20)), draw(0, 0, 82, (2, 20))]
+    assert not any(torch.equal(again, other) for other in others)
+
+
+def test_loki_at_full_width_ranks_as_the_exact_scores_do(device):
+    """All directions of an orthonormal basis keep every product."""
+    shared = {**PLAIN, "budget_tokens": 10}
+    seen = []
+    for config in (LokiConfig(**shared, score_dims=99), OracleConfig(**shared, chunk_tokens=1)):
+        torch.manual_seed(2)
+        told = Told.prompt(make_cache(geometry_of(3), config, device), 70, 120)
+        seen.append([attended(view, 1) for _ in range(20) for _, view in told.step()])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: QuestConfig(page_tokens=0), "page_tokens is 0"),
+        (lambda: LokiConfig(score_dims=0), "score_dims is 0"),
+        (lambda: SelectionConfig(outlier_chunks=1, sink_tokens=9), "outlier_chunks is 1"),
+        (lambda: OracleConfig(chunk_tokens=0), "chunk_tokens is 0"),
+        (lambda: RandomConfig(selection_seed=-1), "selection_seed is -1"),
+        (lambda: QuestConfig(value_store="disk"), "value_store is 'disk'; allowed: host, device"),
+        (lambda: LokiConfig(budget_tokens=0), "budget_tokens is 0"),
+        (lambda: OracleConfig(recent_tokens=-1), "recent_tokens is -1"),
+    ],
+)
+def test_wrong_settings_are_refused(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_a_config_describes_itself():
+    assert QuestConfig(page_tokens=8).describe() == "quest(page_tokens=8)"
+    assert LokiConfig().describe() == "loki()"
