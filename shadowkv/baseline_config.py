@@ -111,13 +111,9 @@ class RandomConfig(ChunkedConfig):
 class QuestConfig(SelectiveConfig):
     """Pages ranked by an upper bound from their smallest and largest keys (arXiv 2406.10774).
 
-    As there, only the page that is being filled is always attended, and the first two layers are dense.
+    As there, the first two layers are dense.
     """
 
-    sink_tokens: int = 0
-    """Tokens at the start of the sequence that are always attended."""
-    recent_tokens: int = 0
-    """Tokens just before the present ones that are always attended."""
     dense_layers: int = 2
     """So many layers, from the first on, attend to every token."""
     page_tokens: int = 16
@@ -136,10 +132,6 @@ class QuestConfig(SelectiveConfig):
 class LokiConfig(SelectiveConfig):
     """Tokens ranked by the first principal directions of the post-RoPE keys (arXiv 2406.02542)."""
 
-    sink_tokens: int = 0
-    """Tokens at the start of the sequence that are always attended."""
-    recent_tokens: int = 0
-    """Tokens just before the present ones that are always attended."""
     score_dims: int | None = None
     """Principal directions per KV head that tokens are ranked by. None takes the paper's quarter of the
     head width. Clipped to it."""

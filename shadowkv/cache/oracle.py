@@ -26,12 +26,14 @@ class ExactScores:
         """The keys are there."""
 
     def logits(self, layer: int, tensors: dict[str, Tensor], chunks: int, q_NTD: Tensor) -> Tensor:
-        k_KSD = tensors["k"][layer, :, : chunks * self.unit_tokens].float()
+        k_KSD = tensors["k"][layer, :, : chunks * self.unit_tokens]
         kv_heads, _, dim = k_KSD.shape
         heads, tokens, _ = q_NTD.shape
-        logits_KQS = group_queries(q_NTD, kv_heads).float() @ k_KSD.mT / math.sqrt(dim)
-        logits = logits_KQS.reshape(kv_heads, heads // kv_heads, tokens, chunks, self.unit_tokens)
-        return torch.logsumexp(logits, dim=-1)
+        by_head: list[Tensor] = []
+        for q_QD, k_SD in zip(group_queries(q_NTD, kv_heads), k_KSD, strict=True):  # bounds the workspace
+            logits_QS = q_QD.float() @ k_SD.float().mT / math.sqrt(dim)
+            by_head.append(torch.logsumexp(logits_QS.reshape(-1, chunks, self.unit_tokens), dim=-1))
+        return torch.stack(by_head).reshape(kv_heads, heads // kv_heads, tokens, chunks)
 
 
 class OracleCache(SelectiveCache[OracleConfig]):

@@ -36,12 +36,15 @@ def observed_weights(q_NWD: Tensor, k_KSD: Tensor) -> Tensor:
     """
     kv_heads, context, dim = k_KSD.shape
     heads, window, _ = q_NWD.shape
-    logits_KQS = group_queries(q_NWD, kv_heads).float() @ k_KSD.float().mT / math.sqrt(dim)
+    group = heads // kv_heads
     causal_WS = torch.ones(window, context, dtype=torch.bool, device=k_KSD.device).tril(context - window)
-    seen_QS = causal_WS.repeat(heads // kv_heads, 1)
-    weights_KQS = torch.softmax(logits_KQS.masked_fill(~seen_QS, -torch.inf), dim=-1)
-    weights = weights_KQS[..., : context - window].reshape(kv_heads, heads // kv_heads, window, -1)
-    return weights.sum(dim=2).mean(dim=1)
+    unseen_QS = ~causal_WS.repeat(group, 1)
+    summed: list[Tensor] = []
+    for q_QD, k_SD in zip(group_queries(q_NWD, kv_heads), k_KSD, strict=True):  # by head: bounds the workspace
+        logits_QS = (q_QD.float() @ k_SD.float().mT / math.sqrt(dim)).masked_fill_(unseen_QS, -torch.inf)
+        weights_QS = torch.softmax(logits_QS, dim=-1)[:, : context - window]
+        summed.append(weights_QS.reshape(group, window, -1).sum(dim=1).mean(dim=0))
+    return torch.stack(summed)
 
 
 class SnapKVCache(Cache[SnapKVConfig, SnapSequence]):

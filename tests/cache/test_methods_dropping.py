@@ -58,7 +58,7 @@ def test_streaming_attends_to_sinks_and_window_at_positions_inside_the_cache(dev
                 everything = [[list(range(len(positions)))]] * 2
                 want = attention(q, k, told.v[layer][:, positions], everything)
                 # Angles are float32 products of a position: one at 100 is off by as much as its own rounding.
-                assert error(got[:, t : t + 1], torch.from_numpy(want)) < 20 * rounding(torch.float32)
+                assert error(got[:, t : t + 1].cpu(), torch.from_numpy(want)) < 20 * rounding(torch.float32)
 
 
 def test_streaming_memory_does_not_grow_with_the_context(device):
@@ -133,7 +133,7 @@ def test_snapkv_keeps_what_the_last_queries_attend_to(device, config, prompt, gr
             want = [[head + list(range(prompt, first + t + 1)) for t in range(tokens)] for head in kept[layer]]
             assert attended(view, tokens) == want
             exact = attention(q_NTD, told.k[layer], told.v[layer], want)
-            assert error(decode_attention(q_NTD, view), torch.from_numpy(exact)) < rounding(torch.float32)
+            assert error(decode_attention(q_NTD, view).cpu(), torch.from_numpy(exact)) < rounding(torch.float32)
     stats = cache.stats(told.seq)
     assert stats.attention == "sparse"
     assert stats.resident_bytes == 2 * (config.budget_tokens + 43) * 2 * 2 * 16 * 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shadowkv.cache.base import Geometry
-from shadowkv.cache.quest import QuestCache
+from shadowkv.cache.quest import PageBounds, QuestCache
 from shadowkv.cache.random import RandomCache, draw
 from shadowkv.config import (
     LokiConfig,
@@ -129,7 +129,7 @@ def test_attended_is_what_the_rule_gives(device, config: SelectiveConfig, prompt
             want = [rule.seen(layer, head, q_KGTD[head]) or everything for head in range(2)]
             assert attended(view, tokens) == want
             exact = attention(q_NTD, told.k[layer], told.v[layer], want)
-            assert error(decode_attention(q_NTD, view), torch.from_numpy(exact)) < rounding(torch.float32)
+            assert error(decode_attention(q_NTD, view).cpu(), torch.from_numpy(exact)) < rounding(torch.float32)
     assert isinstance(view, SlotView)
     assert cache.stats(told.seq).attention == "sparse"
 
@@ -186,6 +186,39 @@ def test_quest_pays_for_two_bounds_a_page(device):
     keys = 4 * 8 * 32768 * 128 * 2
     assert price.device == {"keys": keys, "page bounds": keys * 2 // 16, "values": keys}
     assert price.host == {}
+
+
+def test_quests_bound_is_above_every_key_of_its_page(device):
+    """The paper's claim: no key of a page can have a higher product than its bound; one key meets it."""
+    geometry, index = geometry_of(3), PageBounds()
+    k_KCLD, q_NTD = torch.randn(2, 9, 5, 16, device=device), torch.randn(6, 4, 16, device=device)
+    tensors = {r.name: torch.empty(r.shape, dtype=r.dtype, device=device) for r in index.regions(geometry, 9)}
+    index.write(1, tensors, 0, k_KCLD)
+    bound_KGTC = index.logits(1, tensors, 9, q_NTD)
+    products = torch.einsum("kgtd,kcld->kgtcl", q_NTD.reshape(2, 3, 4, 16), k_KCLD) / 4
+    assert (bound_KGTC >= products.amax(-1) - 1e-5).all()
+    index.write(1, tensors, 0, k_KCLD[:, :, :1])
+    assert torch.allclose(index.logits(1, tensors, 9, q_NTD), products[..., 0], atol=1e-5)
+
+
+def test_loki_finds_the_best_tokens_of_low_rank_keys(device):
+    """The paper's claim: where keys lie in few directions, as many coordinates rank as all of them do."""
+    shared, seen = {**PLAIN, "budget_tokens": 10}, []
+    for config in (LokiConfig(**shared, score_dims=3), OracleConfig(**shared, chunk_tokens=1)):
+        torch.manual_seed(4)
+        cache = make_cache(geometry_of(1), config, device)
+        told = Told.prompt(cache, 70, 90)
+        seq = cache.open(90)
+        cache.begin_prompt(seq, 70)
+        for layer in range(2):
+            k = torch.randn(2, 70, 3, device=device) @ torch.randn(2, 3, 16, device=device)
+            cache.take_layer(layer, seq, k.transpose(0, 1), k, told.v[layer][:, :70])
+        cache.extend([seq], 1)
+        new, q = torch.zeros(1, 2, 1, 16, device=device), torch.randn(1, 2, 1, 16, device=device)
+        for layer in range(2):
+            cache.append(layer, [seq], new, new)
+            seen.append(attended(cache.view(layer, [seq], q)[0], 1))
+    assert seen[:2] == seen[2:]
 
 
 def test_random_draws_are_new_in_every_step_and_spread_over_all_units(device):
