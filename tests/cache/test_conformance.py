@@ -213,6 +213,22 @@ def test_a_fork_goes_on_like_the_original_and_apart_from_it(geometry, device, co
         cache.fork(twin.seq, prompt)
 
 
+@pytest.mark.parametrize("prompt", [1, 5, 40, 44, 45, 46, 47, 48, 49, 50, 52, 150])
+def test_a_fork_with_more_room_goes_on_as_if_it_had_had_it_from_the_start(geometry, device, config, prompt):
+    """As contexts do: reserved for their prompt alone, and forked with room for a question and its answer."""
+    outputs = []
+    for capacities in ((prompt + 60,), (prompt, prompt + 60), (prompt, prompt + 1, prompt + 60)):
+        cache = make_cache(geometry, config, device)
+        torch.manual_seed(6)
+        world = World.start(cache, prompt, capacities[0])
+        for capacity in capacities[1:]:
+            source, world = world.seq, World(cache, cache.fork(world.seq, capacity), list(world.k), list(world.v))
+            cache.release(source)
+        outputs.append([got for tokens in [5, 1, 1, 4] + [1] * 40 for got, _ in world.step(tokens)])
+    for other in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
+
+
 def test_several_appended_queries_are_causal(geometry, device):
     """A block of new tokens gives each what it would have had alone, where everything is attended."""
     settings = SMALL | LOSSLESS | {"query_block_tokens": 8}

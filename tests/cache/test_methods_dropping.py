@@ -8,6 +8,7 @@ from shadowkv.cache.base import Geometry
 from shadowkv.config import SnapKVConfig, StreamingConfig
 from shadowkv.errors import CapacityError, ConfigError
 from shadowkv.ops.attention import decode_attention
+from shadowkv.ops.rope import Rope
 from shadowkv.ops.views import DenseView, SlotView
 from tests.cache.rules import Told, attended, attention
 from tests.cache.worlds import World, error, make_cache, make_rope, rounding
@@ -89,6 +90,41 @@ def test_sinks_keep_the_factor_of_their_rope(device, interleaved):
             shifted = torch.arange(4, device=device) + 40 + copy + 1 - 12
             want = rope.rotate(told.pre[layer][:, :4], shifted, torch.full_like(shifted, rope.row(1)))
             assert error(sinks, want.double()) < 20 * rounding(torch.float32)
+
+
+def test_sinks_are_rotated_from_the_row_that_they_were_written_with(device):
+    """Every length has frequencies of its own, as beyond the trained length under dynamic scaling."""
+    geometry, config = geometry_of(1), StreamingConfig(budget_tokens=12, query_block_tokens=3)
+    half = geometry.head_dim // 2
+
+    def frequencies(length: int) -> tuple[torch.Tensor, float]:
+        return (1000.0 + 100 * length) ** (-torch.arange(half) / half), 1.0
+
+    rope = Rope(frequencies, lambda length: length, rotary_dim=16, interleaved=False, device=device)
+    cache = make_cache(geometry, config, device, rope)
+    seq = cache.open(60)
+    cache.begin_prompt(seq, 2)
+    pre = torch.randn(2, 60, 16, device=device)
+    at = torch.arange(60, device=device)
+    first = pre[:, :2]
+    k = rope.rotate(first, at[:2], torch.full((1,), rope.row(2), device=device))
+    for layer in range(2):
+        cache.take_layer(layer, seq, first.transpose(0, 1), k, k)
+    for _ in range(30):
+        cache.extend([seq], 1)
+        new = slice(seq.tokens - 1, seq.tokens)
+        row = torch.full((1,), rope.row(seq.tokens), device=device)
+        k = rope.rotate(pre[:, new], at[new], row)
+        for layer in range(2):
+            cache.append(layer, [seq], k[None], k[None])
+            (view,) = cache.view(layer, [seq], torch.zeros(1, 2, 1, 16, device=device))
+    assert isinstance(view, SlotView)
+    want = rope.rotate(pre[:, :4], at[:4] + 32 - 12, row)
+    assert error(view.k_KED[:, :4], want.double()) < 20 * rounding(torch.float32)
+    fork = cache.fork(seq, 40)
+    (copied,) = cache.view(1, [fork], torch.zeros(1, 2, 1, 16, device=device))
+    assert isinstance(copied, SlotView)
+    assert torch.equal(copied.k_KED, view.k_KED)
 
 
 # SnapKV.
