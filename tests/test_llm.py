@@ -15,6 +15,9 @@ pytestmark = [
 ]
 
 SPARSE = ShadowKVConfig(rank=64, budget_tokens=128, outlier_chunks=8, recent_chunks=12)
+EIGHTH = ShadowKVConfig(rank=64, budget_tokens=384, recent_chunks=12)
+"""For contexts of about 3K tokens: an eighth, as the documentation advises. At 4 % (SPARSE) a last digit was
+lost once, in bfloat16 on a GPU, after 600 tokens of other text."""
 NUMBER = "One of the special magic numbers for {} is: {}."
 ASK = "What is the special magic number for {} mentioned in the provided text?"
 PREFIX = "The special magic number for {} mentioned in the provided text is"
@@ -55,6 +58,7 @@ def test_a_needle_in_the_incomplete_chunk_at_the_end_is_found(llm, manual, rest)
 
 def test_two_turns_with_long_answers_keep_both_secrets(llm, manual):
     """2K of context with a secret, 300 tokens generated, a turn of 500 with another, 300 more."""
+    llm = llm.with_cache(EIGHTH)
     first, second = ("harbour", "7392814"), ("orchard", "2650937")
     prompt = [
         *plain(llm, "<|im_start|>user\n"),

@@ -111,6 +111,7 @@ def touched(seq: ShadowSequence, layer: int) -> list[set[int]]:
 
 
 def error(got: Tensor, want: Tensor) -> float:
+    want = want.to(got.device)  # oracles may be on the host
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
 
 
