@@ -1,4 +1,4 @@
-"""Runs samples under methods: every method the same samples, every context computed once for all its questions.
+"""Runs samples under methods: every method the same samples, a context of several questions computed once.
 
 Each answer is one line of JSON with all that is needed to know where it came from, written as soon as it is
 there, so a run that was broken off goes on where it was.
@@ -17,8 +17,7 @@ from shadowkv.eval.sample import Frame, Sample, by_context
 from shadowkv.eval.scorers import score
 
 if TYPE_CHECKING:
-    from shadowkv.context import Context
-    from shadowkv.engine.request import Completion
+    from shadowkv.engine.request import Completion, RequestOutput
     from shadowkv.llm import LLM
 
 Report = Callable[[str, int, int], None]
@@ -122,24 +121,23 @@ class Harness:
         report(f"{method.label}, {length}: {pending[-1][0].task}", len(pending), len(pending))
 
     def _answer(self, llm: "LLM", group: tuple[Sample, ...], frame: Frame) -> Iterator[tuple[Sample, "Completion"]]:
-        head, _ = frame.parts(group[0])
+        head, rest = frame.parts(group[0])
         ids = llm.tokenizer.encode(head, special=frame.head_tokens > 0)
+        if len(group) == 1:  # one prompt, as the benchmarks have it: exact attention sees context and question
+            ids += llm.tokenizer.encode(rest, special=False)
+            (output,) = llm.generate([ids], _params(group[0]), progress=_unseen)
+            yield group[0], _sole(group[0], output)
+            return
+        dialogue = group[0].turn is not None
         with llm.context(ids, progress=_unseen) as context:
-            dialogue = group[0].turn is not None
             for place, sample in enumerate(group):
-                rest = frame.next_turn(sample) if dialogue and place else frame.parts(sample)[1]
-                yield sample, self._ask(llm, context, sample, rest, keep=dialogue)
-
-    def _ask(self, llm: "LLM", context: "Context", sample: Sample, rest: str, *, keep: bool) -> "Completion":
-        ids = llm.tokenizer.encode(rest, special=False)
-        if ids[0] == context.token_ids[-1] and ids[0] in llm.tokenizer.end_token_ids:
-            ids = ids[1:]  # the answer before ended with it, and the template's text begins with it
-        params = SamplingParams(max_tokens=sample.max_new_tokens)
-        (output,) = context.generate([ids], params, keep=keep)
-        (completion,) = output.completions
-        if completion.error is not None:
-            raise RequestError(f"{sample.task}, sample {sample.index}: {completion.error}")
-        return completion
+                text = frame.next_turn(sample) if dialogue and place else frame.parts(sample)[1]
+                ids = llm.tokenizer.encode(text, special=False)
+                if ids[0] == context.token_ids[-1] and ids[0] in llm.tokenizer.end_token_ids:
+                    ids = ids[1:]  # the answer before ended with it, and the template's text begins with it
+                # In a dialogue the model's own answers are kept.
+                (output,) = context.generate([ids], _params(sample), keep=dialogue, progress=_unseen)
+                yield sample, _sole(sample, output)
 
     def row(self, sample: Sample, length: int, method: Method, completion: "Completion | None") -> Row:
         """An answer with its score; without a completion, what it will be known by."""
@@ -176,6 +174,17 @@ class Harness:
 
     def _has(self, sample: Sample, length: int, method: Method) -> bool:
         return self.answers.has(self.row(sample, length, method, None))
+
+
+def _params(sample: Sample) -> SamplingParams:
+    return SamplingParams(max_tokens=sample.max_new_tokens)
+
+
+def _sole(sample: Sample, output: "RequestOutput") -> "Completion":
+    (completion,) = output.completions
+    if completion.error is not None:
+        raise RequestError(f"{sample.task}, sample {sample.index}: {completion.error}")
+    return completion
 
 
 def _unseen(stage: str, done: int, total: int) -> None:
