@@ -135,6 +135,11 @@ class LLM:
         """What all requests together have taken so far."""
         return self.engine.totals
 
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of prompts and answers computed so far, those of running requests too."""
+        return self.engine.runner.computed_tokens
+
     # All at once.
 
     def generate(

@@ -108,6 +108,8 @@ class Answers:
             f"decode {timing.decode_tokens_per_s:.1f} tokens/s" if timing.decode_tokens_per_s else "",
         ]
         for completion in output.completions:
+            if self._stream and completion.index:
+                typer.echo("---")
             if self._stream:
                 typer.echo(completion.text)
             self._check(completion)

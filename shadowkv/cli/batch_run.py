@@ -77,7 +77,7 @@ class BatchRun:
 
     def _rate(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        return f"{(self.prompt_tokens + self.generated_tokens) / seconds:,.0f} tokens/s with prompts"
+        return f"{self._llm.computed_tokens / seconds:,.0f} tokens/s with prompts"
 
     def _take(self, envelope: Envelope) -> None:
         """Give a line's prompts to the engine; a line that it refuses is an error line at once."""

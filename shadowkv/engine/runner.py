@@ -20,6 +20,8 @@ class Runner:
     def __init__(self, decoder: Decoder, cache: Cache[Any, Any]) -> None:
         self.decoder = decoder
         self.cache = cache
+        self.computed_tokens = 0
+        """Tokens of prompts, appends and steps that have been computed so far."""
 
     @torch.inference_mode()
     def prefill(
@@ -39,7 +41,7 @@ class Runner:
                 def on_layer(done: int, total: int = layers) -> None:
                     report(tokens * done // total, tokens)
 
-            hidden_1M = self.decoder.prefill(self._tensor(token_ids), self.cache, seq, progress=on_layer)
+            hidden_1M = self.decoder.prefill(self._input(token_ids), self.cache, seq, progress=on_layer)
             return seq, self.decoder.logits(hidden_1M)[-1]
         except BaseException:
             self.cache.release(seq)
@@ -51,7 +53,7 @@ class Runner:
         total, block = seq.tokens + len(token_ids), self.cache.append_tokens
         hidden_1TM = None
         for start in range(0, len(token_ids), block):
-            part = self._tensor(token_ids[start : start + block])
+            part = self._input(token_ids[start : start + block])
             hidden_1TM = self.decoder.forward(part[None], self.cache, [seq], rope_lengths=[total])
             if progress is not None:
                 progress(min(start + block, len(token_ids)), len(token_ids))
@@ -61,12 +63,14 @@ class Runner:
     @torch.inference_mode()
     def decode(self, seqs: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:
         """One token for each sequence: logits [B, V]."""
-        hidden_B1M = self.decoder.forward(self._tensor(token_ids)[:, None], self.cache, seqs)
+        hidden_B1M = self.decoder.forward(self._input(token_ids)[:, None], self.cache, seqs)
         return self.decoder.logits(hidden_B1M[:, 0])
 
     def must_recompute(self, tokens_before: int, tokens_after: int) -> bool:
         """Whether growing a sequence makes its cached keys stale (longrope: see ``ops.rope``)."""
         return self.decoder.rope.must_recompute(tokens_before, tokens_after)
 
-    def _tensor(self, token_ids: Sequence[int]) -> Tensor:
+    def _input(self, token_ids: Sequence[int]) -> Tensor:
+        """Tokens on the device, counted."""
+        self.computed_tokens += len(token_ids)
         return torch.tensor(list(token_ids), dtype=torch.long, device=self.decoder.device)

@@ -72,6 +72,7 @@ class FakeLLM:
     released: int = 0
     deepest: int = 0
     die_after: int | None = None
+    computed_tokens: int = 0
 
     def with_cache(self, config: object) -> "FakeLLM":
         return self

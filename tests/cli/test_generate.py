@@ -74,7 +74,7 @@ def test_json_has_everything(llm: FakeLLM, run: Run, tmp_path: Path) -> None:
 
 def test_several_samples_are_all_printed(llm: FakeLLM, run: Run) -> None:
     result = run("generate", "m", "--prompt", "abc", "--no-chat", "--n", 2, "--max-tokens", 3, "--quiet")
-    assert result.stdout == "cba\ncba\n"
+    assert result.stdout == "cba\n---\ncba\n"
 
 
 def test_an_answer_that_ends_in_an_error_fails_the_command(llm: FakeLLM, run: Run) -> None:

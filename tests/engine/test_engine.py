@@ -312,6 +312,7 @@ def test_totals_add_up_what_ended(device):
     assert totals.hits == sum(s.hits for s in stats) > 0
     assert totals.misses == sum(s.misses for s in stats) > 0
     assert totals.fetched_bytes == sum(s.fetched_bytes for s in stats)
+    assert engine.runner.computed_tokens == 1140 + 6 * 23  # prompts once, and every token that was fed back
     assert totals.to_dict()["hit_rate"] == totals.hits / totals.selected_chunks
 
 
