@@ -193,7 +193,7 @@ def _measure(passage: Passage, subject: _Subject, logprobs_TV: Tensor, reference
     steps = len(logprobs_TV)
     targets_T = torch.tensor(passage.forced_ids[1:])
     same_T = (logprobs_TV.argmax(-1) == reference_TV.argmax(-1)).float()
-    kl_T = (reference_TV.exp() * (reference_TV - logprobs_TV)).sum(-1)
+    kl_T = (reference_TV.exp() * (reference_TV - logprobs_TV)).sum(-1).clamp_min(0)  # below 0 only by rounding
     stats = subject.cache.stats(subject.seq)
     return Agreement(
         passage=passage.name,
