@@ -115,21 +115,6 @@ class Scheduler:
             raise CapacityError(self._never_fits(request))
         self._waiting[request.id] = request
 
-    def head_fits(self) -> bool:
-        """Whether the head of the queue could be admitted now (also when there is none).
-
-        For an engine that keeps finished contexts: drop the oldest ones until this holds.
-        """
-        if not self._waiting:
-            return True
-        head = next(iter(self._waiting.values()))
-        if self.running_samples + head.params.n > self.max_batch:
-            return False
-        reservations = self._reserve(head)
-        for reservation in reservations or ():
-            release(self.device, self.host, reservation)
-        return reservations is not None
-
     def schedule(self) -> Step:
         """Choose the next step and reserve the memory of what it admits.
 
