@@ -16,8 +16,10 @@ from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Cache, CachedSequence
 from shadowkv.cache.methods import method_of
 from shadowkv.config import CacheConfig, FullConfig
+from shadowkv.engine.memory import find_memory
+from shadowkv.engine.plan import activation_bytes
 from shadowkv.engine.runner import Runner
-from shadowkv.errors import RequestError
+from shadowkv.errors import CapacityError, RequestError
 from shadowkv.models.decoder import Decoder
 
 Report = Callable[[str, int, int], None]
@@ -144,6 +146,7 @@ def compare(
     Raises:
         RequestError: the passage is longer than the model takes.
         ConfigError: a method's settings do not fit the model.
+        CapacityError: the methods' caches do not fit beside each other; says what is needed and what is there.
     """
     total = len(passage.prompt_ids) + len(passage.forced_ids)
     if total > decoder.spec.context_tokens:
@@ -151,7 +154,9 @@ def compare(
             f"prompt and steps are {total} tokens; the model takes {decoder.spec.context_tokens} "
             f"({decoder.spec.context_limit})"
         )
-    subjects = [_open(decoder, label, config, total) for label, config in [("full", FullConfig()), *methods]]
+    everyone = [("full", FullConfig()), *methods]
+    _require_memory(decoder, [config for _, config in everyone], total)
+    subjects = [_open(decoder, label, config, total) for label, config in everyone]
     layers = decoder.spec.layers
     decoder.prefill(
         torch.tensor(passage.prompt_ids, device=decoder.device),
@@ -170,6 +175,24 @@ def compare(
         subject.cache.release(subject.seq)
     report(f"{passage.name}: methods", len(subjects), len(subjects))
     return results
+
+
+def _require_memory(decoder: Decoder, configs: Sequence[CacheConfig], tokens: int) -> None:
+    """All caches live at once, since one prefill feeds them all."""
+    geometry = decoder.spec.geometry(decoder.dtype)
+    prices = [method_of(config).price(geometry, config, tokens) for config in configs]
+    on_device = sum(price.device_bytes for price in prices)
+    on_device += activation_bytes(decoder.spec, decoder.dtype, tokens, 1)
+    on_host = sum(price.host_bytes for price in prices)
+    memory = find_memory(decoder.device, None, None)
+    fits = on_device + on_host <= memory.device_bytes if memory.shared else on_device <= memory.device_bytes
+    if not fits or (not memory.shared and on_host > memory.host_bytes):
+        there = "together" if memory.shared else f"and {memory.host_bytes:,} on the host"
+        raise CapacityError(
+            f"{len(configs)} caches of {tokens:,} tokens need {on_device:,} bytes on the device and {on_host:,} on the "
+            f"host at once; there are {memory.device_bytes:,} {there}. Compare fewer settings at a time, or a "
+            "shorter prompt"
+        )
 
 
 def _open(decoder: Decoder, label: str, config: CacheConfig, tokens: int) -> _Subject:

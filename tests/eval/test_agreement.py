@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from shadowkv.config import FullConfig, ShadowKVConfig
-from shadowkv.errors import RequestError
+from shadowkv.engine.memory import Memory
+from shadowkv.errors import CapacityError, RequestError
+from shadowkv.eval import agreement
 from shadowkv.eval.agreement import CUE_TOKENS, compare, copy_passage, estimate, natural_passage
 from tests.engine.tiny import prompt, tiny_decoder, tiny_engine
 
@@ -72,3 +74,12 @@ def test_an_interval_holds_its_mean_and_shrinks_with_more_steps():
 def test_a_passage_beyond_the_model_is_refused(device):
     with pytest.raises(RequestError, match="the model takes 8192"):
         compare(tiny_decoder(device), natural_passage(prompt(9000), 8500, 10), [], unseen)
+
+
+def test_caches_that_do_not_fit_beside_each_other_are_refused_before_any_is_opened(device, monkeypatch):
+    there = 3 << 20
+    monkeypatch.setattr(agreement, "find_memory", lambda *_: Memory(there, 0, shared=True))
+    passage = natural_passage(prompt(500), 400, 12)
+    compare(tiny_decoder(device), passage, [("sparse", SPARSE)], unseen)
+    with pytest.raises(CapacityError, match=rf"31 caches of 413 tokens need .* there are {there:,} together"):
+        compare(tiny_decoder(device), passage, [("sparse", SPARSE)] * 30, unseen)
