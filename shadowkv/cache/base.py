@@ -107,6 +107,10 @@ class CachedSequence:
         return self.reservation.capacity_tokens
 
 
+DENSE_APPEND_TOKENS = 128
+"""What methods with a dense view take of an appended turn at a time: it bounds the [T, S] mask."""
+
+
 class PromptSink(Protocol):
     """What a prompt is given to, layer by layer: a cache, or several at once."""
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
+from shadowkv.cache.base import DENSE_APPEND_TOKENS, Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
 from shadowkv.cache.layout import Region
 from shadowkv.cache.pool import Reservation
 from shadowkv.config import FullConfig
@@ -24,7 +24,7 @@ class FullCache(Cache[FullConfig, CachedSequence]):
 
     @property
     def append_tokens(self) -> int:
-        return 128  # bounds the [T, S] mask of an appended turn
+        return DENSE_APPEND_TOKENS
 
     def _new_sequence(
         self, reservation: Reservation, owns_memory: bool, price: Price, tensors: dict[str, Tensor]

@@ -47,6 +47,12 @@ def carve(arena: Arena, extent: Extent, regions: Sequence[Region]) -> dict[str, 
     return tensors
 
 
+def copy_by_head(source: Tensor, target: Tensor) -> None:
+    """Copy [K, ...] head by head: contiguous copies to pinned memory need no staging buffer."""
+    for from_head, to_head in zip(source, target, strict=True):
+        to_head.copy_(from_head)
+
+
 def copy_overlap(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     """Copy what both have: tensors of the same name may differ in the length of their axes."""
     for name, from_tensor in source.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
 from shadowkv.cache.index import Index
-from shadowkv.cache.layout import Region
+from shadowkv.cache.layout import Region, copy_by_head
 from shadowkv.cache.pool import Reservation
 from shadowkv.config import SelectiveConfig
 from shadowkv.ops.chunks import split_chunks
@@ -125,8 +125,7 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
     ) -> None:
         require_finite(layer, k_KSD)
         seq.tensors["k"][layer, :, : seq.tokens] = k_KSD
-        for stored_SD, v_SD in zip(seq.tensors["v"][layer, :, : seq.tokens], v_KSD, strict=True):
-            stored_SD.copy_(v_SD)  # by head, since contiguous copies to pinned memory need no staging
+        copy_by_head(v_KSD, seq.tensors["v"][layer, :, : seq.tokens])
         if seq.indexed_units:
             self._index_layer(layer, seq, 0, seq.indexed_units)
 

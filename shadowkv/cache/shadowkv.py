@@ -19,7 +19,7 @@ from torch import Tensor
 from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
 from shadowkv.cache.index import make_index
-from shadowkv.cache.layout import Region
+from shadowkv.cache.layout import Region, copy_by_head
 from shadowkv.cache.pool import Reservation
 from shadowkv.cache.shadowkv_layout import ExactRegion, ranks, sequence_price, sequence_regions
 from shadowkv.config import ShadowKVConfig
@@ -274,8 +274,7 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         coeff_SR = project(k_pre_SKD, tensors[f"basis.{layer}"], tensors[f"mean.{layer}"])
         tensors[f"coeff.{layer}"][chunks] = coeff_SR.reshape(-1, size, coeff_SR.shape[1])
         self.index.write(layer, tensors, first_chunk, k_KCLD)
-        for stored_CLD, v_CLD in zip(tensors["values"][layer, :, chunks], v_KCLD, strict=True):
-            stored_CLD.copy_(v_CLD)  # by head, since contiguous copies to pinned memory need no staging
+        copy_by_head(v_KCLD, tensors["values"][layer, :, chunks])
 
     def _positions(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.device_arena.device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
+from shadowkv.cache.base import DENSE_APPEND_TOKENS, Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
 from shadowkv.cache.layout import Region
 from shadowkv.cache.pool import Reservation
 from shadowkv.config import SnapKVConfig
@@ -65,7 +65,7 @@ class SnapKVCache(Cache[SnapKVConfig, SnapSequence]):
 
     @property
     def append_tokens(self) -> int:
-        return 512  # bounds the [T, S] mask of an appended turn
+        return DENSE_APPEND_TOKENS
 
     @property
     def prompt_queries(self) -> int:

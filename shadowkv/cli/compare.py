@@ -9,7 +9,7 @@ import typer
 from shadowkv.cli.loading import MODEL_HELP, read_text
 from shadowkv.cli.options import flags_of, settings_as_flags
 from shadowkv.cli.parse import format_bytes
-from shadowkv.cli.terminal import Terminal, show
+from shadowkv.cli.terminal import Terminal, markdown_table, show_table
 from shadowkv.config import CacheConfig, FullConfig
 from shadowkv.errors import ConfigError, RequestError
 
@@ -162,14 +162,6 @@ def _interval(value: "Estimate", form: str) -> str:
 
 def _print(title: str, rows: list[list[str]], *, markdown: bool) -> None:
     if markdown:
-        typer.echo(f"{title}\n\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
-        for row in rows:
-            typer.echo(f"| {' | '.join(row)} |")
-        typer.echo("")
-        return
-    from rich.table import Table
-
-    table = Table(*COLUMNS, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    show(table)
+        typer.echo(f"{title}\n\n{markdown_table(COLUMNS, rows)}\n")
+    else:
+        show_table(title, COLUMNS, rows)

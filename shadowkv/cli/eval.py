@@ -11,7 +11,7 @@ from shadowkv.cli.loading import MODEL_HELP, LoadSettings, open_llm
 from shadowkv.cli.options import methods as known_methods
 from shadowkv.cli.options import settings_as_flags
 from shadowkv.cli.parse import parse_number, parse_tokens
-from shadowkv.cli.terminal import Terminal, show
+from shadowkv.cli.terminal import Terminal, markdown_table, show_table
 from shadowkv.config import CacheConfig, FullConfig
 from shadowkv.errors import ConfigError
 
@@ -93,10 +93,9 @@ def evaluate(
                 for share in shares:
                     method = Method(name, config) if share is None else with_budget(name, config, share, length)
                     variants[method.label] = method
-            for task in found:
-                samples = list(task.make(fitted, materials, settings.samples))
-                for method in variants.values():
-                    harness.run(samples, fitted.frame, length, method, terminal.report)
+            samples = [one for task in found for one in task.make(fitted, materials, settings.samples)]
+            for method in variants.values():
+                harness.run(samples, fitted.frame, length, method, terminal.report)
     _print(answers.rows, tables(answers.rows), directory, title=f"{model} in {dtype}; {made.line()}", json=json)
 
 
@@ -130,16 +129,10 @@ def _print(
     """To the terminal, and as Markdown beside the answers."""
     text = [f"{title}\n"]
     for length, (columns, lines) in made.items():
-        head = f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}"
-        text.append("\n".join([f"{length:,} tokens\n", head, *(f"| {' | '.join(line)} |" for line in lines), ""]))
+        text.append(f"{length:,} tokens\n\n{markdown_table(columns, lines)}\n")
     (directory / "tables.md").write_text("\n".join(text), encoding="utf-8")
     if json:
         typer.echo(jsonlib.dumps({"title": title, "answers": len(rows), "tables": made}, indent=1))
         return
-    from rich.table import Table
-
     for length, (columns, lines) in made.items():
-        table = Table(*columns, title=f"{length:,} tokens; {title}", title_justify="left")
-        for line in lines:
-            table.add_row(*line)
-        show(table)
+        show_table(f"{length:,} tokens; {title}", columns, lines)
