@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeftColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from shadowkv.cli.parse import format_seconds
 
@@ -97,9 +98,10 @@ class _Stdout(Console):
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table that is a command's result, on stdout."""
-    table = Table(*columns, title=title, title_justify="left")
+    # As Text, since rich takes brackets in a string for markup: vt[book] would lose what its text is.
+    table = Table(*(Column(Text(name)) for name in columns), title=Text(title), title_justify="left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row))
     show(table)
 
 

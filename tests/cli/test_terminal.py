@@ -1,9 +1,9 @@
-"""Progress where nobody watches: a line when something lasts, and nothing else."""
+"""Progress where nobody watches (a line when something lasts, and nothing else), and tables as they are."""
 
 import pytest
 
 from shadowkv.cli import terminal
-from shadowkv.cli.terminal import Terminal
+from shadowkv.cli.terminal import Terminal, show_table
 
 
 class Clock:
@@ -66,3 +66,10 @@ def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
     silent.warn("told all the same")
     assert capsys.readouterr().err == "warning: told all the same\n"
+
+
+def test_a_table_keeps_what_stands_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table("title [a]", ["task", "full [b]"], [["vt[book]", "50.0 [1, 2]"]])
+    shown = capsys.readouterr().out
+    for text in ("title [a]", "full [b]", "vt[book]", "50.0 [1, 2]"):
+        assert text in shown
