@@ -2,13 +2,17 @@
 
 import os
 
+DEVICE = os.environ.get("SHADOWKV_TEST_DEVICE", "cpu")
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # has to be said before Triton is imported by anyone
+
 import pytest
 import torch
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    return torch.device(os.environ.get("SHADOWKV_TEST_DEVICE", "cpu"))
+    return torch.device(DEVICE)
 
 
 @pytest.fixture(scope="session")
