@@ -2,12 +2,12 @@
 
 import os
 
-DEVICE = os.environ.get("SHADOWKV_TEST_DEVICE", "cpu")
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # has to be said before Triton is imported by anyone
-
 import pytest
 import torch
+
+DEVICE = os.environ.get("SHADOWKV_TEST_DEVICE", "cpu")
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # has to be said before anyone imports Triton
 
 
 @pytest.fixture(scope="session")
