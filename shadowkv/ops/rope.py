@@ -7,12 +7,32 @@ method here takes positions together with rows. Knows no model config: ``models.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 Frequencies = tuple[Tensor, float]
 """Inverse frequencies [rotary/2] and the attention factor that cos and sin are multiplied with."""
+
+FIRST_ROWS = 8
+"""Rows that there is room for at first; most models never need more."""
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """The rows of a :class:`Rope` as kernels read them.
+
+    The tensors stay where they are until more rows are asked for than they have room for; then they move.
+    Rows that are not in use are zero.
+
+    Shapes: inv_freq_XF [rows, rotary_dim/2], factor_X [rows]; both float32.
+    """
+
+    inv_freq_XF: Tensor
+    factor_X: Tensor
+    interleaved: bool
+    rotary_dim: int
 
 
 class Rope:
@@ -43,20 +63,33 @@ class Rope:
         self._frequencies_of = frequencies_of
         self._row_key = row_key
         self._row_of_key: dict[int, int] = {}
-        self._inv_freq_XF = torch.empty(0, rotary_dim // 2, dtype=torch.float32, device=device)
-        self._factor_X = torch.empty(0, dtype=torch.float32, device=device)
+        with torch.inference_mode(False):  # rows may be written in and out of inference mode
+            self._inv_freq_XF = torch.zeros(FIRST_ROWS, rotary_dim // 2, dtype=torch.float32, device=device)
+            self._factor_X = torch.zeros(FIRST_ROWS, dtype=torch.float32, device=device)
+
+    @property
+    def table(self) -> RopeTable:
+        """The rows in use so far and room for more; written in place as rows are added."""
+        return RopeTable(self._inv_freq_XF, self._factor_X, self.interleaved, self.rotary_dim)
 
     def row(self, length_tokens: int) -> int:
         """The row that tokens written by a forward pass get when the sequence ends at this length."""
         key = self._row_key(length_tokens)
         if key not in self._row_of_key:
             inv_freq_F, factor = self._frequencies_of(length_tokens)
-            device = self._inv_freq_XF.device
-            inv_freq_1F = inv_freq_F.to(device, torch.float32)[None]
-            self._inv_freq_XF = torch.cat([self._inv_freq_XF, inv_freq_1F])
-            self._factor_X = torch.cat([self._factor_X, torch.tensor([factor], device=device)])
-            self._row_of_key[key] = len(self._row_of_key)
+            row = len(self._row_of_key)
+            if row == len(self._factor_X):
+                self._double()
+            self._inv_freq_XF[row] = inv_freq_F.to(self._inv_freq_XF.device, torch.float32)
+            self._factor_X[row] = factor
+            self._row_of_key[key] = row
         return self._row_of_key[key]
+
+    def _double(self) -> None:
+        """Room for twice as many rows, in new tensors."""
+        with torch.inference_mode(False):
+            grown_XF, grown_X = (torch.cat([x, torch.zeros_like(x)]) for x in (self._inv_freq_XF, self._factor_X))
+        self._inv_freq_XF, self._factor_X = grown_XF, grown_X
 
     def must_recompute(self, length_before: int, length_after: int) -> bool:
         """Whether growing from one length to the other makes the cached keys stale."""

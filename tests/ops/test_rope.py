@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowkv.ops.rope import Rope
+from shadowkv.ops.rope import FIRST_ROWS, Rope
 from tests.ops.truth import LAYOUTS, assert_as_exact_as
 
 
@@ -115,6 +115,28 @@ def test_rows_are_made_once_and_stay(device):
     before = rope.cos_sin(positions, rows)
     rope.row(99)
     assert all(torch.equal(a, b) for a, b in zip(before, rope.cos_sin(positions, rows), strict=True))
+
+
+def test_the_table_stays_in_place_until_it_is_full(device):
+    rope = growing(device)
+    table = rope.table
+    for i in range(FIRST_ROWS):
+        assert rope.row(10 + i) == i
+    assert rope.table.inv_freq_XF is table.inv_freq_XF and len(table.factor_X) == FIRST_ROWS
+    assert rope.row(99) == FIRST_ROWS
+    grown = rope.table
+    assert torch.equal(grown.inv_freq_XF[:FIRST_ROWS], table.inv_freq_XF)
+    assert torch.equal(grown.inv_freq_XF[FIRST_ROWS], frequencies(16, 9900.0).to(device))
+    assert not grown.inv_freq_XF[FIRST_ROWS + 1 :].any() and not grown.factor_X[FIRST_ROWS + 1 :].any()
+    assert len(grown.factor_X) == 2 * FIRST_ROWS and (grown.interleaved, grown.rotary_dim) == (False, 16)
+
+
+def test_rows_may_be_added_in_and_out_of_inference_mode(device):
+    rope = growing(device)
+    with torch.inference_mode():
+        for i in range(FIRST_ROWS + 1):
+            rope.row(10 + i)
+    assert rope.row(99) == FIRST_ROWS + 1
 
 
 def test_each_position_has_its_own_row(device, dtype):
