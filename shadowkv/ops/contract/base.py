@@ -64,8 +64,31 @@ class Op(ABC, Generic[CaseT, InputsT]):
         """The least that the case costs."""
 
 
-def excess(op: Op[CaseT, InputsT], case: CaseT, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[str]:
-    """Where a kernel is further from the truth than its contract allows, in words; empty when it is right.
+@dataclass(frozen=True)
+class Deviation:
+    """One output of a kernel against the truth; for exact outputs the errors are entries that differ."""
+
+    output: str
+    error: float
+    allowed: float
+    words: str
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.allowed
+
+    @property
+    def share(self) -> float:
+        """The error as a share of what is allowed; infinite where nothing is allowed and something is wrong."""
+        if self.right:
+            return self.error / self.allowed if self.allowed else 0.0
+        return self.error / self.allowed if self.allowed and self.error == self.error else float("inf")
+
+
+def deviations(
+    op: Op[CaseT, InputsT], case: CaseT, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> list[Deviation]:
+    """How far every output of a kernel is from the truth.
 
     Shapes are compared too. For outputs that are not exact: max |kernel - float64| may be at most twice
     max |PyTorch in the same dtype - float64|, and never needs to be less than one rounding of the largest value.
@@ -77,16 +100,20 @@ def excess(op: Op[CaseT, InputsT], case: CaseT, device: torch.device, dtype: tor
     for name, expected in truth.items():
         have = got[name]
         if have.shape != expected.shape:
-            found.append(f"{name}: shape {tuple(have.shape)}, expected {tuple(expected.shape)}")
+            words = f"{name}: shape {tuple(have.shape)}, expected {tuple(expected.shape)}"
+            found.append(Deviation(name, float("inf"), 0.0, words))
         elif name in op.exact:
             wrong = int((have != usual[name]).sum())
-            if wrong:
-                found.append(f"{name}: {wrong} of {have.numel()} entries differ")
+            found.append(Deviation(name, wrong, 0.0, f"{name}: {wrong} of {have.numel()} entries differ"))
         else:
             error, allowed = _errors(have, usual[name], expected)
-            if not error <= allowed:
-                found.append(f"{name}: error {error:.3g}, allowed {allowed:.3g}")
+            found.append(Deviation(name, error, allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"))
     return found
+
+
+def excess(op: Op[CaseT, InputsT], case: CaseT, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[str]:
+    """Where a kernel is further from the truth than its contract allows, in words; empty when it is right."""
+    return [one.words for one in deviations(op, case, device, dtype, seed) if not one.right]
 
 
 def _errors(have: Tensor, usual: Tensor, expected: Tensor) -> tuple[float, float]:
