@@ -16,12 +16,13 @@ OUTLIER = -2
 
 
 def chunk_scores(logits_KGTC: Tensor, selectable_KC: Tensor) -> Tensor:
-    """Scores [K, C]: softmax over the selectable chunks, summed over tokens, maximum over the group.
+    """Log-scores [K, C]: softmax over the selectable chunks, summed over tokens, maximum over the group.
 
-    Chunks that are not selectable get -inf. Shapes: logits [K, G, T, C] in float32.
+    In the log domain, where small scores keep their order instead of becoming 0 together. Chunks that are not
+    selectable get -inf. Shapes: logits [K, G, T, C] in float32.
     """
     logits = logits_KGTC.masked_fill(~selectable_KC[:, None, None], -torch.inf)
-    scores_KC = torch.softmax(logits, dim=-1).sum(dim=2).amax(dim=1)
+    scores_KC = torch.log_softmax(logits, dim=-1).logsumexp(dim=2).amax(dim=1)
     return scores_KC.masked_fill(~selectable_KC, -torch.inf)
 
 
@@ -47,35 +48,53 @@ class ResidentSet(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """M chunks to be brought into slots: parallel lists of KV head, chunk and slot (int64)."""
+    """M chunks to be brought into slots: parallel lists of KV head, chunk and slot (int64), ascending."""
 
     head_M: Tensor
     chunk_M: Tensor
     slot_M: Tensor
 
 
-def update_resident(resident: ResidentSet, chosen_KP: Tensor, step: int, cap: int | None) -> tuple[Fetch, Tensor]:
-    """Make the chosen chunks resident, at most ``cap`` new ones per head, best first.
+def update_resident(
+    resident: ResidentSet, chosen_KP: Tensor, step: int, cap: int | None, late_cap: int = 0
+) -> tuple[Fetch, Fetch, Tensor]:
+    """Make the chosen chunks (best first) resident: per head at most ``cap`` new ones now and ``late_cap`` later.
 
-    Slots of chunks that are chosen carry ``step`` in ``last_used`` afterwards; a victim is never one of
-    them. There are at least as many slots as chosen chunks.
+    Slots of chunks that are chosen carry ``step`` in ``last_used`` afterwards; a victim is never one of them.
+    The victims are the least recently used slots, of equals the lower. Who goes where needs no order among
+    equals in rank: those fetched now come first, then the late ones, each by chunk id, and take the victims
+    by slot. There are at least as many slots as chosen chunks.
 
-    Returns: what to fetch, and the number of hits (int64 scalar).
+    Returns: what to fetch now, what to fetch late, and the number of hits (int64 scalar).
     """
     ids_KP, used_KP, slot_of_KC = resident
+    kv_heads, slots = ids_KP.shape
     slot_KP = slot_of_KC.gather(1, chosen_KP).long()
     hit_KP = slot_KP >= 0
-    head_KP = torch.arange(chosen_KP.shape[0], device=chosen_KP.device)[:, None].expand_as(chosen_KP)
+    head_KP = torch.arange(kv_heads, device=chosen_KP.device)[:, None].expand_as(chosen_KP)
     used_KP[head_KP[hit_KP], slot_KP[hit_KP]] = step
-    miss_rank_KP = (~hit_KP).cumsum(1) - 1
-    fetched_KP = ~hit_KP if cap is None else ~hit_KP & (miss_rank_KP < cap)
-    victims_KP = torch.sort(used_KP, dim=1, stable=True).indices
-    head_M, chunk_M = head_KP[fetched_KP], chosen_KP[fetched_KP]
-    slot_M = victims_KP[head_M, miss_rank_KP[fetched_KP]]
-    evicted_M = ids_KP[head_M, slot_M].long()
-    gone_M = evicted_M >= 0
-    slot_of_KC[head_M[gone_M], evicted_M[gone_M]] = EMPTY
-    slot_of_KC[head_M, chunk_M] = slot_M.int()
-    ids_KP[head_M, slot_M] = chunk_M.int()
-    used_KP[head_M, slot_M] = step
-    return Fetch(head_M, chunk_M, slot_M), hit_KP.sum()
+    rank_KP = (~hit_KP).cumsum(1)
+    cap = chosen_KP.shape[1] if cap is None else cap
+    now_KP = ~hit_KP & (rank_KP <= cap)
+    late_KP = ~hit_KP & ~now_KP & (rank_KP <= cap + late_cap)
+    # Of each head: the chunks fetched now by id, then the late ones by id, then the rest.
+    key_KP = torch.where(now_KP, 0, torch.where(late_KP, 1, 2)) * slot_of_KC.shape[1] + chosen_KP
+    chunk_KP = chosen_KP.gather(1, key_KP.argsort(1))
+    place_P = torch.arange(slots, device=chosen_KP.device)
+    now_K1, fetched_K1 = now_KP.sum(1, keepdim=True), (now_KP | late_KP).sum(1, keepdim=True)
+    oldest_KP = torch.sort(used_KP, dim=1, stable=True).indices
+    victims_KP = torch.where(place_P < fetched_K1, oldest_KP, slots).sort(1).values
+
+    def bring(first_K1: Tensor, stop_K1: Tensor) -> Fetch:
+        head_M, place_M = ((place_P >= first_K1) & (place_P < stop_K1)).nonzero(as_tuple=True)
+        chunk_M, slot_M = chunk_KP[head_M, place_M], victims_KP[head_M, place_M]
+        evicted_M = ids_KP[head_M, slot_M].long()
+        gone_M = evicted_M >= 0
+        slot_of_KC[head_M[gone_M], evicted_M[gone_M]] = EMPTY
+        slot_of_KC[head_M, chunk_M] = slot_M.int()
+        ids_KP[head_M, slot_M] = chunk_M.int()
+        used_KP[head_M, slot_M] = step
+        return Fetch(head_M, chunk_M, slot_M)
+
+    now = bring(torch.zeros_like(now_K1), now_K1)
+    return now, bring(now_K1, fetched_K1), hit_KP.sum()

@@ -264,13 +264,14 @@ class Oracle:
 
 
 def bring(slots: list[Slot], chosen: list[int], step: int, cap: int | None) -> tuple[int, int]:
-    """Least recently used goes first, ties by slot. Returns hits and fetches."""
+    """Least recently used go, ties by slot; by id into slots in order. Returns hits and fetches."""
     slot_of = {slot.chunk: slot for slot in slots if slot.chunk >= 0}
     missing = [chunk for chunk in chosen if chunk not in slot_of]
     for chunk in chosen:
         if chunk in slot_of:
             slot_of[chunk].used = step
-    for chunk in missing[:cap]:
-        victim = min(slots, key=lambda slot: slot.used)
-        victim.chunk, victim.used = chunk, step
-    return len(chosen) - len(missing), len(missing[:cap])
+    fetched = sorted(missing[:cap])
+    oldest = sorted(range(len(slots)), key=lambda i: slots[i].used)[: len(fetched)]
+    for chunk, i in zip(fetched, sorted(oldest), strict=True):
+        slots[i].chunk, slots[i].used = chunk, step
+    return len(chosen) - len(missing), len(fetched)

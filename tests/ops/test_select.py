@@ -1,4 +1,4 @@
-"""Scores and the best chunks against loops, and the resident set against a dict that evicts one by one."""
+"""Scores and the best chunks against loops, and the resident set against a dict that finds victims one by one."""
 
 from dataclasses import dataclass, field
 
@@ -17,10 +17,8 @@ def naive_scores(logits_KGTC: Tensor, selectable_KC: Tensor) -> Tensor:
     for head, selectable in enumerate(selectable_KC):
         ids = selectable.nonzero().flatten()
         for c in ids.tolist():
-            out[head, c] = max(
-                sum(float(torch.softmax(row[ids].double(), 0)[ids.tolist().index(c)]) for row in rows)
-                for rows in logits_KGTC[head]
-            )
+            shares = torch.log_softmax(logits_KGTC[head][..., ids].double(), -1)[..., ids.tolist().index(c)]
+            out[head, c] = max(torch.logsumexp(row, 0) for row in shares)
     return out
 
 
@@ -34,8 +32,21 @@ def test_scores(device, group, tokens, scale):
     exact = naive_scores(logits.cpu(), selectable.cpu()).to(device)
     got = chunk_scores(logits, selectable)
     assert (got[~selectable] == -torch.inf).all()
-    plain = torch.softmax(logits.masked_fill(~selectable[:, None, None], -torch.inf), -1).sum(2).amax(1)
+    plain = torch.log_softmax(logits.masked_fill(~selectable[:, None, None], -torch.inf), -1).logsumexp(2).amax(1)
     assert_as_exact_as(plain[selectable], got[selectable], exact[selectable])
+
+
+def test_scores_are_logarithms_of_summed_shares(device):
+    logits = torch.randn(2, 3, 4, 9, device=device)
+    everything = torch.ones(2, 9, dtype=torch.bool, device=device)
+    shares = torch.softmax(logits, -1).sum(2).amax(1)
+    torch.testing.assert_close(chunk_scores(logits, everything).exp(), shares)
+
+
+def test_scores_too_small_for_a_share_keep_their_order(device):
+    logits = torch.tensor([0.0, -300.0, -200.0, -400.0], device=device).reshape(1, 1, 1, 4)
+    everything = torch.ones(1, 4, dtype=torch.bool, device=device)
+    assert top_chunks(chunk_scores(logits, everything), 4).tolist() == [[0, 2, 1, 3]]
 
 
 def test_chunks_that_are_not_selectable_take_no_share(device):
@@ -65,24 +76,31 @@ def test_best_first_with_ties_to_the_lower_chunk(device, count):
 
 @dataclass
 class NaiveHead:
-    """One KV head's resident set: chunk and time of last use by slot, evicting one victim at a time."""
+    """One KV head's resident set: chunk and time of last use by slot, finding one victim at a time."""
 
     slots: int
     chunk_in: dict[int, int] = field(default_factory=dict)
     used_at: dict[int, int] = field(default_factory=dict)
 
-    def update(self, chosen: list[int], step: int, cap: int | None) -> tuple[list[tuple[int, int]], int]:
+    def update(
+        self, chosen: list[int], step: int, cap: int | None, late_cap: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
         slot_of = {chunk: slot for slot, chunk in self.chunk_in.items()}
         hits = [chunk for chunk in chosen if chunk in slot_of]
         for chunk in hits:
             self.used_at[slot_of[chunk]] = step
-        fetched = []
-        for chunk in [c for c in chosen if c not in slot_of][:cap]:
-            victim = min(range(self.slots), key=lambda slot: (self.used_at.get(slot, -1), slot))
-            assert self.chunk_in.get(victim) not in chosen
-            self.chunk_in[victim], self.used_at[victim] = chunk, step
-            fetched.append((chunk, victim))
-        return fetched, len(hits)
+        misses = [c for c in chosen if c not in slot_of]
+        now = sorted(misses[:cap])
+        late = sorted(misses[len(now) : len(now) + late_cap])
+        victims: list[int] = []
+        for _ in now + late:
+            free = [slot for slot in range(self.slots) if slot not in victims]
+            victims.append(min(free, key=lambda slot: (self.used_at.get(slot, -1), slot)))
+            assert self.chunk_in.get(victims[-1]) not in chosen
+        fetched = list(zip(now + late, sorted(victims), strict=True))
+        for chunk, slot in fetched:
+            self.chunk_in[slot], self.used_at[slot] = chunk, step
+        return fetched[: len(now)], fetched[len(now) :], len(hits)
 
 
 def new_set(heads: int, slots: int, chunks: int, device: torch.device) -> ResidentSet:
@@ -117,7 +135,9 @@ def histories(draw):
     for _ in range(draw(st.integers(1, 12))):
         count = draw(st.integers(0, min(budget, selectable)))
         chosen = [draw(st.permutations([c for c in range(chunks) if c not in ids])).copy()[:count] for ids in outliers]
-        steps.append((chosen, draw(st.none() | st.integers(1, 4)), draw(st.integers(0, 9)) == 0))
+        steps.append(
+            (chosen, draw(st.none() | st.integers(0, 4)), draw(st.integers(0, 3)), draw(st.integers(0, 9)) == 0)
+        )
     return heads, chunks, outliers, slots, steps
 
 
@@ -129,16 +149,17 @@ def test_the_resident_set_is_least_recently_used(device, history):
     for head, ids in enumerate(outliers):
         resident.slot_of_chunk_KC[head, list(ids)] = OUTLIER
     naive = [NaiveHead(slots) for _ in range(heads)]
-    for step, (chosen, cap, clear) in enumerate(steps, start=1):
+    for step, (chosen, cap, late_cap, clear) in enumerate(steps, start=1):
         if clear:
             resident.clear()
             naive = [NaiveHead(slots) for _ in range(heads)]
         chosen_KP = torch.tensor(chosen, dtype=torch.int64, device=device).reshape(heads, -1)
-        fetch, hits = update_resident(resident, chosen_KP, step, cap)
-        expected = [head.update(ids, step, cap) for head, ids in zip(naive, chosen, strict=True)]
-        assert int(hits) == sum(count for _, count in expected)
-        got = list(zip(fetch.head_M.tolist(), fetch.chunk_M.tolist(), fetch.slot_M.tolist(), strict=True))
-        assert got == [(h, chunk, slot) for h, (fetched, _) in enumerate(expected) for chunk, slot in fetched]
+        now, late, hits = update_resident(resident, chosen_KP, step, cap, late_cap)
+        expected = [head.update(ids, step, cap, late_cap) for head, ids in zip(naive, chosen, strict=True)]
+        assert int(hits) == sum(count for *_, count in expected)
+        for part, fetch in enumerate((now, late)):
+            got = list(zip(fetch.head_M.tolist(), fetch.chunk_M.tolist(), fetch.slot_M.tolist(), strict=True))
+            assert got == [(h, chunk, slot) for h, parts in enumerate(expected) for chunk, slot in parts[part]]
         for head, ids in enumerate(resident.resident_ids_KP.tolist()):
             assert {s: c for s, c in enumerate(ids) if c != EMPTY} == naive[head].chunk_in
             stamped = {ids[s] for s, at in enumerate(resident.last_used_KP[head].tolist()) if at == step}
@@ -156,10 +177,20 @@ def test_with_no_slot_to_spare_it_is_the_last_steps_selection(device, data):
     last: list[set[int]] = [set(), set()]
     for step in range(1, 8):
         chosen = [data.draw(st.permutations(range(chunks)))[:budget] for _ in range(2)]
-        _, hits = update_resident(resident, torch.tensor(chosen, device=device), step, None)
+        *_, hits = update_resident(resident, torch.tensor(chosen, device=device), step, None)
         assert int(hits) == sum(len(before & set(ids)) for before, ids in zip(last, chosen, strict=True))
         last = [set(ids) for ids in chosen]
         assert [set(ids) for ids in resident.resident_ids_KP.tolist()] == last
+
+
+def test_late_chunks_come_after_those_for_now(device):
+    resident = new_set(1, 6, 9, device)
+    update_resident(resident, torch.tensor([[8, 5]], device=device), 1, None)
+    now, late, hits = update_resident(resident, torch.tensor([[7, 5, 6, 2, 0, 1]], device=device), 2, 2, 2)
+    assert (int(hits), now.chunk_M.tolist(), late.chunk_M.tolist()) == (1, [6, 7], [0, 2])  # 1 is dropped
+    assert (now.slot_M.tolist(), late.slot_M.tolist()) == ([2, 3], [4, 5])
+    assert resident.resident_ids_KP.tolist() == [[5, 8, 6, 7, 0, 2]]
+    assert resident.last_used_KP.tolist() == [[2, 1, 2, 2, 2, 2]]
 
 
 def test_clearing_forgets_residents_and_keeps_outliers(device):
@@ -176,5 +207,5 @@ def test_updates_are_in_place_on_views_of_a_larger_memory(device):
     memory = torch.full((3, 2, 8), EMPTY, dtype=torch.int32, device=device)
     resident = ResidentSet(memory[1, :, :2], memory[1, :, 2:4], memory[1, :, 4:])
     update_resident(resident, torch.tensor([[3, 1], [0, 2]], device=device), 7, None)
-    assert memory[1].tolist() == [[3, 1, 7, 7, -1, 1, -1, 0], [0, 2, 7, 7, 0, -1, 1, -1]]
+    assert memory[1].tolist() == [[1, 3, 7, 7, -1, 0, -1, 1], [0, 2, 7, 7, 0, -1, 1, -1]]
     assert (memory[[0, 2]] == EMPTY).all()
