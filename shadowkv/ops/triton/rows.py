@@ -51,4 +51,5 @@ def fact(p_facts, row, column: tl.constexpr):
 def tensor_of(p_address, row, column: tl.constexpr, element: tl.constexpr):
     """A pointer to one of a row's tensors. Sequences are aligned to 256 bytes, layers inside them to 16."""
     address = tl.load(p_address + row * ADDRESSES + column)
-    return tl.multiple_of(address, 16).to(tl.pointer_type(element))
+    # On the pointer and in here: Triton 3.6 forgets the hint at a cast, and drops one that is put on a call.
+    return tl.multiple_of(address.to(tl.pointer_type(element)), 16)
