@@ -5,6 +5,8 @@ import os
 import typer
 
 from shadowkv.cli.batch import batch
+from shadowkv.cli.bench import bench
+from shadowkv.cli.check import check
 from shadowkv.cli.compare import compare
 from shadowkv.cli.demo import demo
 from shadowkv.cli.eval import evaluate
@@ -26,8 +28,10 @@ for name, command in {
     "compare": compare,
     "eval": evaluate,
     "demo": demo,
+    "check": check,
 }.items():
     app.command(name)(command)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
