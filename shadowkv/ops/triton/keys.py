@@ -23,6 +23,7 @@ import triton.language as tl
 from shadowkv.ops.rope import RopeTable
 from shadowkv.ops.rows import LayerRows, Selection
 from shadowkv.ops.triton import rows as tr
+from shadowkv.ops.triton.angles import cos_sin
 
 BLOCK_TOKENS = 64
 """Tokens per tile, a power of two from 16 on."""
@@ -114,9 +115,8 @@ def _rebuild_keys(
         m_mh = m_m[:, None] & m_h[None, :]
         inv_freq = tl.load(p_inv_freq + i_rope[:, None] * HALF + o_h[None, :], mask=m_mh, other=0.0)
         factor = tl.load(p_factor + i_rope, mask=m_m, other=0.0)[:, None]
-        angle = position.to(tl.float32)[:, None] * inv_freq
-        cos = tl.cos(angle) * factor
-        sin = tl.sin(angle) * factor
+        cos, sin = cos_sin(position.to(tl.float32)[:, None] * inv_freq)
+        cos, sin = cos * factor, sin * factor
         out_a = (sum_a * cos - sum_b * sin).to(ELEMENT)
         out_b = (sum_b * cos + sum_a * sin).to(ELEMENT)
         p_out = p_k + (slot * L + o_m % L) * D

@@ -32,7 +32,7 @@ def _locate(
     ELEMENT: tl.constexpr, LATE: tl.constexpr, SIZE: tl.constexpr, L: tl.constexpr, PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Where the parts of chunks that these items are lie in VALUES and in V, and how many elements they hold."""
+    """Where the parts of chunks that these items are lie in VALUES and in V, at which element of the chunk."""
     m_item = i_item < total
     i_chunk = i_item // PARTS
     begun = cumulative[None, :] <= i_chunk[:, None]
@@ -53,9 +53,9 @@ def _locate(
     part = (i_item % PARTS) * PART
     o_source = (head * capacity + chunk) * SIZE + part
     o_target = (head * slots + first + slot.to(tl.int64) * L) * (SIZE // L) + part
-    p_source = tl.multiple_of(values, [16]).to(tl.pointer_type(ELEMENT)) + o_source
-    p_target = tl.multiple_of(v, [16]).to(tl.pointer_type(ELEMENT)) + o_target
-    return p_source, p_target, tl.where(m_item, SIZE - part, 0)
+    p_source = tl.multiple_of(values.to(tl.pointer_type(ELEMENT)) + o_source, 16)
+    p_target = tl.multiple_of(v.to(tl.pointer_type(ELEMENT)) + o_target, 16)
+    return p_source, p_target, part, m_item
 
 
 @triton.jit
@@ -73,23 +73,23 @@ def _fetch_values(
         return
     i_item = begin + tl.arange(0, ITEMS)
     o_e = tl.arange(0, PART)[None, :]
-    p_source, p_target, size = _locate(
+    p_source, p_target, part, m_item = _locate(
         p_address, p_facts, p_fetch_chunk, p_fetch_slot, p_fetch_count, i_item, total, cumulative, entries, kv_heads,
         ELEMENT, LATE, SIZE, L, PARTS, PART,
     )  # fmt: skip
-    tile = tl.load(p_source[:, None] + o_e, mask=o_e < size[:, None], other=0.0, eviction_policy="evict_first")
+    m_tile = m_item[:, None] & (part[:, None] + o_e < SIZE)
+    tile = tl.load(p_source[:, None] + o_e, mask=m_tile, other=0.0, eviction_policy="evict_first")
     step = tl.num_programs(0) * ITEMS
     for following in range(begin + step, total + step, step):
         i_item = following + tl.arange(0, ITEMS)
-        p_next, p_next_target, next_size = _locate(
+        p_next, p_next_target, part, m_item = _locate(
             p_address, p_facts, p_fetch_chunk, p_fetch_slot, p_fetch_count, i_item, total, cumulative, entries,
             kv_heads, ELEMENT, LATE, SIZE, L, PARTS, PART,
         )  # fmt: skip
-        next_tile = tl.load(
-            p_next[:, None] + o_e, mask=o_e < next_size[:, None], other=0.0, eviction_policy="evict_first"
-        )
-        tl.store(p_target[:, None] + o_e, tile, mask=o_e < size[:, None])
-        tile, p_target, size = next_tile, p_next_target, next_size
+        m_next = m_item[:, None] & (part[:, None] + o_e < SIZE)
+        next_tile = tl.load(p_next[:, None] + o_e, mask=m_next, other=0.0, eviction_policy="evict_first")
+        tl.store(p_target[:, None] + o_e, tile, mask=m_tile)
+        tile, p_target, m_tile = next_tile, p_next_target, m_next
 
 
 def fetch_values(
