@@ -35,7 +35,7 @@ OUTLIER = tl.constexpr(select.OUTLIER)
 
 def splits_of(chunks: int) -> int:
     """How many parts the softmax over this many chunks (the width of the logits) is left in."""
-    return triton.cdiv(chunks, SPLIT)
+    return -(-chunks // SPLIT)
 
 
 @triton.jit
