@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -49,9 +49,23 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def case_name(case: object) -> str:
-    """What a case calls itself, or its fields."""
+    """What a case calls itself, or its fields: those that differ from their defaults, equal rows counted."""
     name = getattr(case, "label", None) or getattr(case, "name", None)
-    return name if isinstance(name, str) else repr(case)
+    return name if isinstance(name, str) else _shown(case)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        alike = bool(value) and all(one == value[0] for one in value) and (len(value) > 1 or is_dataclass(value[0]))
+        return f"{len(value)} x {_nested(value[0])}" if alike else f"({', '.join(_nested(one) for one in value)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        pairs = [(item, getattr(value, item.name)) for item in fields(value)]
+        return ", ".join(f"{item.name}={_nested(own)}" for item, own in pairs if own != item.default)
+    return str(value)
+
+
+def _nested(value: object) -> str:
+    return f"({_shown(value)})" if is_dataclass(value) else _shown(value)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """One method at one context length: fills a batch of sequences, decodes, and accounts for the time."""
 
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -344,13 +343,6 @@ def traced(running: Batch, job: Job, device: torch.device, name: str) -> PartTim
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         if job.trace is not None:
-            path = job.trace.with_name(f"{job.trace.stem}.{name}{job.trace.suffix or '.json'}")
+            path = job.trace.with_name(f"{job.trace.stem}.{name}.json")
         profiler.export_chrome_trace(str(path))
         return split_by_part(read_trace(path), job.traced_steps)
-
-
-def forget(device: torch.device) -> None:
-    """Give back to the system what the run before has held."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

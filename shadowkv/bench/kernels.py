@@ -1,7 +1,7 @@
 """Times every kernel that passes its check, beside the least time that its bytes and operations allow."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -140,17 +140,18 @@ def time_case(op: Op[Any, Any], case: object, dtype: torch.dtype, watch: Stopwat
 
 @dataclass
 class KernelRun:
-    """All times, and the operations that failed their check and were not timed."""
+    """All times; the operations that failed their check and were not timed; and what went wrong in timing others."""
 
-    rows: list[Timed]
-    refused: list[Checked]
+    rows: list[Timed] = field(default_factory=list)
+    refused: list[Checked] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
 
 def time_ops(
     ops: Sequence[Op[Any, Any]], dtype: torch.dtype, watch: Stopwatch, ceilings: Ceilings, report: Report
 ) -> KernelRun:
-    """Check each operation, then time it at its sizes; one that fails is refused."""
-    result = KernelRun([], [])
+    """Check each operation, then time it at its sizes; one that fails its check is refused."""
+    result = KernelRun()
     for done, op in enumerate(ops):
         report("kernels", done, len(ops))
         checked = check_op(op, watch.device, dtype)
@@ -158,7 +159,10 @@ def time_ops(
             result.refused.append(checked)
             continue
         for case in op.bench_cases():
-            result.rows.append(time_case(op, case, dtype, watch, ceilings))
+            try:
+                result.rows.append(time_case(op, case, dtype, watch, ceilings))
+            except RuntimeError as error:  # out of memory, or work that cannot be captured; the others are timed
+                result.broken.append(f"{op.name}, {case_name(case)}: {error}")
             torch.cuda.empty_cache()
     report("kernels", len(ops), len(ops))
     return result

@@ -1,12 +1,13 @@
 """Methods at lengths under one memory: plans all of them, then runs what fits."""
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shadowkv.bench.ceilings import Ceilings
-from shadowkv.bench.decode import Declined, Job, Row, decode_method, forget, with_speedups
+from shadowkv.bench.decode import Declined, Job, Row, decode_method, with_speedups
 from shadowkv.cache.arena import Arena
 from shadowkv.config import CacheConfig
 from shadowkv.engine.memory import Memory
@@ -109,3 +110,10 @@ def decode_all(
         rows.append(decode_method(decoder, run.config, run.plan, job, host, ceilings, labels, report))
     report("runs", len(runs), len(runs))
     return with_speedups(rows)
+
+
+def forget(device: torch.device) -> None:
+    """Give back to the system what the run before has held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from shadowkv.ops.sliding import Circle, new_chunks, sliding_logits
 
 def label(hit_rate: float) -> str:
     """What stands beside every figure made with such an index."""
-    return f"synthetic hit rate {hit_rate:g} (selections are made up after the real scoring)"
+    return f"synthetic hit rate {hit_rate:g} (selections are made up after the real scoring, whose work is done)"
 
 
 @dataclass(eq=False)

@@ -54,10 +54,10 @@ class DecodeSettings:
     """real computes every prompt; synthetic fills the caches with random keys and values."""
     text: str | None = None
     """A text for real prompts, cut or repeated to length; by default random tokens."""
-    steps: int = 64
-    """Steps that are timed."""
-    warmup: int = 8
-    """Steps before them."""
+    steps: int = 96
+    """Steps that are timed. The usual recent window empties once in so many."""
+    warmup: int = 112
+    """Steps before them: enough to empty the usual recent window once, which compiles what that takes."""
     traced_steps: int = 8
     """Steps after them, under the profiler, for the times by part."""
     device: str = "auto"
@@ -155,12 +155,15 @@ def kernels(
         "ceilings": ceilings.to_dict(),
         "rows": [row.to_dict() for row in result.rows],
         "refused": [checked.to_dict() for checked in result.refused],
+        "broken": result.broken,
     }
     tables = [(title, timing.COLUMNS, [timing.cells(row) for row in result.rows])]
     _deliver("kernels", tables, [], document, output, json=json)
     for checked in result.refused:
         typer.echo(f"error: {checked.op} is not timed, since it fails its check: {checked.failures[0]}", err=True)
-    if result.refused:
+    for broken in result.broken:
+        typer.echo(f"error: {broken}", err=True)
+    if result.refused or result.broken:
         raise typer.Exit(FAILED)
 
 
@@ -218,6 +221,7 @@ def decode(
 
         ceilings = measure_ceilings(Stopwatch(where))
         terminal.note(ceilings.line())
+        suite.forget(where)
     with terminal.progress():
         decoder = _decoder(spec, files, where, kind, terminal)
         rows = suite.decode_all(decoder, runs, job, ceilings, labels, terminal.report)

@@ -1,14 +1,15 @@
 """What surrounds the timing of kernels: checks, shares, and inputs that are put back."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from shadowkv.bench import checks
-from shadowkv.bench.kernels import COLUMNS, Restorer, cells, copies_for, tensors_of, timed
+from shadowkv.bench.kernels import COLUMNS, Restorer, cells, copies_for, tensors_of, time_ops, timed
 from shadowkv.bench.library import CASES
 from shadowkv.bench.statistics import Spread
 from shadowkv.bench.timing import require_gpu
@@ -98,6 +99,21 @@ def test_operations_by_name() -> None:
         checks.choose_ops(ops, "x")
 
 
+def test_cases_have_short_names() -> None:
+    @dataclass(frozen=True)
+    class Case:
+        rows: tuple[Nested, ...]
+        late: bool = False
+        label: str = ""
+
+    rows = (Nested(1, (2, 3)),) * 48  # type: ignore[arg-type]
+    assert checks.case_name(Case(rows)) == "rows=48 x (first=1, rest=(2, 3))"
+    assert checks.case_name(Case(rows[:1], late=True)) == "rows=1 x (first=1, rest=(2, 3)), late=True"
+    assert checks.case_name(Case(rows, label="48 rows")) == "48 rows"
+    assert checks.case_name(1.5) == "1.5"
+    assert max(len(checks.case_name(case)) for op in OPS for case in op.bench_cases()) < 250
+
+
 def test_all_contracts_are_found_once() -> None:
     names = [op.name for op in OPS]
     assert "overwrite_logits" in names
@@ -146,3 +162,29 @@ def test_the_librarys_cases_are_named_as_ours() -> None:
     labels = {getattr(case, "label", "") for case in ours.bench_cases()}
     assert {case.label for case in CASES} <= labels
     assert CASES[0].traffic(torch.bfloat16).device_bytes == 32768 * 4096
+
+
+class Watch:
+    """Runs what it is given and says that it took 2 ms."""
+
+    device = CPU
+
+    def time(self, works: Sequence[Callable[[], object]], *, before: Callable[[], object]) -> Spread:
+        before()
+        for work in works:
+            work()
+        return Spread(2.0, 1.9, 2.1, len(works))
+
+
+def test_only_right_kernels_are_timed() -> None:
+    class Broken(Doubling):
+        name = "broken"
+
+        def launch(self, inputs: Tensor) -> Callable[[], object]:
+            raise RuntimeError("cannot be captured")
+
+    watch: Any = Watch()
+    result = time_ops([Doubling(3), Doubling(2), Broken(2)], torch.float32, watch, H200, lambda *_: None)
+    assert [(row.op, row.case, row.spread.repetitions) for row in result.rows] == [("doubling", "3.0", 8)]
+    assert [(checked.op, checked.passed) for checked in result.refused] == [("doubling", 0)]
+    assert result.broken == ["broken, 3.0: cannot be captured"]

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shadowkv.bench.statistics import Spread
+from shadowkv.ops.contract.base import Traffic
+from tests.bench.fakes import H200
 from tests.cli.conftest import Run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -72,6 +75,36 @@ def test_kernels_are_timed_on_a_gpu_only(run: Run) -> None:
     result = run("bench", "kernels")
     assert result.exit_code == 2
     assert "kernels are timed on a GPU only, and the device is cpu" in result.stderr
+
+
+def test_kernels_beside_the_library(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All of the command but the GPU's part."""
+    from shadowkv.bench import ceilings, checks, kernels, library, timing
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(timing, "require_gpu", lambda device: None)
+    monkeypatch.setattr(timing, "Stopwatch", lambda device: None)
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda watch: H200)
+    spread, traffic = Spread(2.0, 1.9, 2.1, 30), Traffic(4_320_000_000)
+
+    def row(by: str) -> kernels.Timed:
+        return kernels.timed("attention", "dense, 7 x 8 tokens", torch.bfloat16, by, spread, traffic, H200)
+
+    wrong = checks.Checked("score", "bfloat16", 2, 1, 3.0, ["case: out: error 3, allowed 1"])
+    monkeypatch.setattr(kernels, "time_ops", lambda *_: kernels.KernelRun([row("shadowkv")], [wrong]))
+    monkeypatch.setattr(library, "time_library", lambda *_: [row("torch flash")])
+    result = run("bench", "kernels", "--output", tmp_path)
+    assert result.exit_code == 1
+    assert "error: score is not timed, since it fails its check: case: out: error 3, allowed 1" in result.stderr
+    assert "torch flash" in result.stdout
+    assert "50% HBM" in result.stdout
+    document = json.loads((tmp_path / "kernels.json").read_text())
+    assert [(row["by"], row["limit"], row["share"]) for row in document["rows"]] == [
+        ("shadowkv", "HBM", 0.5),
+        ("torch flash", "HBM", 0.5),
+    ]
+    assert document["ceilings"] == H200.to_dict()
+    assert document["refused"][0]["op"] == "score"
 
 
 def test_check_refuses_a_cpu_without_the_interpreter(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
