@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ Report = Callable[[str, int, int], None]
 
 MOST_COPIES = 8
 COPIES_BYTES = 512 << 20
-"""Kernels are timed on several sets of inputs one after the other, of about so many bytes together."""
+"""Kernels are timed on several sets of inputs one after the other, which move about so many bytes together."""
+INPUT_BYTES = 4 << 30
+"""And take at most so many, unless a single one does; much of them is not touched by a run."""
 
 
 @dataclass(frozen=True)
@@ -118,23 +121,40 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def copies_for(traffic: Traffic) -> int:
+def copies_for(traffic: Traffic, input_bytes: int) -> int:
     """How many sets of inputs a kernel is timed on: many small ones, a single large one."""
-    return max(1, min(MOST_COPIES, COPIES_BYTES // max(traffic.device_bytes + traffic.bus_bytes, 1)))
+    by_traffic = COPIES_BYTES // max(traffic.device_bytes + traffic.bus_bytes, 1)
+    return max(1, min(MOST_COPIES, by_traffic, INPUT_BYTES // max(input_bytes, 1)))
+
+
+def prepared(op: Op[Any, Any], inputs: object, device: torch.device) -> tuple[Callable[[], object], Restorer]:
+    """What is timed, the kernels that a run launches without the outputs that it allocates and poisons; and how
+    to put its inputs back."""
+    from shadowkv.ops.triton.launches import recorded
+
+    with recorded() as launches:
+        restorer = Restorer(inputs, partial(op.run, inputs), device)
+
+    def launch() -> None:
+        for one in launches:
+            one()
+
+    return launch if launches else partial(op.run, inputs), restorer
 
 
 def time_case(op: Op[Any, Any], case: object, dtype: torch.dtype, watch: Stopwatch, ceilings: Ceilings) -> Timed:
     """One kernel at one size."""
     traffic = op.traffic(case, dtype)
-    made = [op.make(case, watch.device, dtype, seed) for seed in range(copies_for(traffic))]
-    works = [op.launch(inputs) for inputs in made]
-    restorers = [Restorer(inputs, work, watch.device) for inputs, work in zip(made, works, strict=True)]
+    made = [op.make(case, watch.device, dtype)]
+    copies = copies_for(traffic, sum(tensor.nbytes for tensor in tensors_of(made)))
+    made += [op.make(case, watch.device, dtype, seed) for seed in range(1, copies)]
+    pairs = [prepared(op, inputs, watch.device) for inputs in made]
 
     def restore() -> None:
-        for restorer in restorers:
+        for _, restorer in pairs:
             restorer()
 
-    spread = watch.time(works, before=restore)
+    spread = watch.time([launch for launch, _ in pairs], before=restore)
     return timed(op.name, case_name(case), dtype, "shadowkv", spread, traffic, ceilings)
 
 

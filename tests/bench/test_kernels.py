@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.bench import checks
-from shadowkv.bench.kernels import COLUMNS, Restorer, cells, copies_for, tensors_of, time_ops, timed
+from shadowkv.bench.kernels import COLUMNS, Restorer, cells, copies_for, prepared, tensors_of, time_ops, timed
 from shadowkv.bench.library import CASES
 from shadowkv.bench.statistics import Spread
 from shadowkv.bench.timing import require_gpu
@@ -130,15 +130,30 @@ def test_what_a_run_changes_is_put_back() -> None:
     assert inputs.rest[0]["x"].isnan().tolist() == [False, True]
 
 
+def test_only_the_kernel_is_timed_on_what_it_was_given() -> None:
+    pytest.importorskip("triton")
+    (op,) = [op for op in OPS if op.name == "choose_chunks"]
+    inputs = op.make(op.cases()[0], CPU, torch.float32)
+    before = [tensor.clone() for tensor in tensors_of(inputs)]
+    launch, restore = prepared(op, inputs, CPU)
+    assert restore._kept  # choosing moves chunks
+    restore()
+    for tensor, old in zip(tensors_of(inputs), before, strict=True):
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8))
+    launch()
+    assert any(not torch.equal(tensor, old) for tensor, old in restore._kept)
+
+
 def test_tensors_are_found_once() -> None:
     one = torch.ones(2)
     assert tensors_of((one, [one], {"a": one}, Nested(one, []), 3)) == [one]
 
 
 def test_small_kernels_are_timed_on_several_inputs() -> None:
-    assert copies_for(Traffic(1)) == 8
-    assert copies_for(Traffic(200 << 20)) == 2
-    assert copies_for(Traffic(4 << 30)) == copies_for(Traffic(0, 4 << 30)) == 1
+    assert copies_for(Traffic(1), 1) == 8
+    assert copies_for(Traffic(200 << 20), 200 << 20) == 2
+    assert copies_for(Traffic(1), 2 << 30) == 2
+    assert copies_for(Traffic(4 << 30), 1) == copies_for(Traffic(0, 4 << 30), 1) == copies_for(Traffic(1), 9 << 30) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,11 +195,12 @@ def test_only_right_kernels_are_timed() -> None:
     class Broken(Doubling):
         name = "broken"
 
-        def launch(self, inputs: Tensor) -> Callable[[], object]:
-            raise RuntimeError("cannot be captured")
+        def bench_cases(self) -> list[float]:
+            self.factor = 0
+            return [3.0]
 
     watch: Any = Watch()
     result = time_ops([Doubling(3), Doubling(2), Broken(2)], torch.float32, watch, H200, lambda *_: None)
     assert [(row.op, row.case, row.spread.repetitions) for row in result.rows] == [("doubling", "3.0", 8)]
     assert [(checked.op, checked.passed) for checked in result.refused] == [("doubling", 0)]
-    assert result.broken == ["broken, 3.0: cannot be captured"]
+    assert result.broken == ["broken, 3.0: no such instruction"]

@@ -4,9 +4,7 @@ Tests, ``shadowkv check`` and ``shadowkv bench kernels`` go through these entrie
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -56,10 +54,6 @@ class Op(ABC, Generic[CaseT, InputsT]):
     @abstractmethod
     def run(self, inputs: InputsT) -> Outputs:
         """By the kernel."""
-
-    def launch(self, inputs: InputsT) -> Callable[[], object]:
-        """What is timed: the bare kernel, for an operation whose ``run`` does more (poisons what is written, say)."""
-        return partial(self.run, inputs)
 
     @abstractmethod
     def reference(self, inputs: InputsT, dtype: torch.dtype) -> Outputs:
