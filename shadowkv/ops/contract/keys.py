@@ -44,9 +44,10 @@ def turned(x: Tensor, positions: Tensor, rows: Tensor, rope: Rope, *, back: bool
     angles = (positions.float()[..., None] * table.inv_freq_XF[rows]).double()
     pairs = torch.polar(table.factor_X[rows].double()[..., None].expand_as(angles).contiguous(), angles)
     rotary, rest = x[..., : table.rotary_dim], x[..., table.rotary_dim :]
-    layout = (-1, 2) if table.interleaved else (2, -1)
+    half = table.rotary_dim // 2
+    layout = (half, 2) if table.interleaved else (2, half)
     axis = -1 if table.interleaved else -2
-    a, b = rotary.unflatten(-1, layout).unbind(axis)
+    a, b = rotary.reshape(*x.shape[:-1], *layout).unbind(axis)
     out = torch.complex(a, b) / pairs if back else torch.complex(a, b) * pairs
     return torch.cat([torch.stack([out.real, out.imag], axis).flatten(-2), rest], -1)
 
@@ -99,7 +100,7 @@ class RebuildKeys(Op[KeyCase, KeyInputs]):
         for spec, row in zip(case.specs, lists, strict=True):
             capacity = spec.chunks + spec.spare_chunks
             coeff = torch.full((capacity, sizes.chunk_tokens, sizes.rank), torch.nan, dtype=dtype, device=device)
-            wanted = torch.cat([fetched.chunk_M for fetched in row]).unique()
+            wanted = torch.unique(torch.cat([fetched.chunk_M for fetched in row]))
             noise = torch.randn(len(wanted), *coeff.shape[1:], generator=gen)
             coeff[wanted] = noise.to(device, dtype)
             shape = (sizes.kv_heads, sizes.head_dim, sizes.rank)

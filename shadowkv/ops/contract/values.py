@@ -10,6 +10,9 @@ from shadowkv.ops.contract.fetches import UNTOUCHED, FetchCase, Fetched, make_se
 from shadowkv.ops.contract.rows import RowSpec, Sizes
 from shadowkv.ops.rows import Address, LayerRows, Selection
 
+MOST_ROWS = 64
+"""Outputs are named by row."""
+
 
 @dataclass(frozen=True)
 class ValueInputs:
@@ -29,6 +32,7 @@ class FetchValues(Op[FetchCase, ValueInputs]):
 
     name = "fetch_values"
     source = "cache.shadowkv, _fetch"
+    exact = frozenset(f"v of row {i}" for i in range(MOST_ROWS))
 
     def cases(self) -> list[FetchCase]:
         small, padding = Sizes(2, 1, 64, 8, 8), RowSpec(0, 0, 0, 0, 0)
