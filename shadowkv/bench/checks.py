@@ -122,6 +122,8 @@ def check_ops(ops: Sequence[Op[Any, Any]], device: torch.device, report: Report)
         ConfigError: the device runs no kernels.
     """
     require_kernels(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # Triton launches on the current one
     pairs = [(op, dtype) for op in ops for dtype in dtypes_for(device)]
     results = []
     for done, (op, dtype) in enumerate(pairs):

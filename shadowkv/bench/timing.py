@@ -37,6 +37,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         require_gpu(device)
+        torch.cuda.set_device(device.index or 0)  # Triton launches on the current one
         self.device = device
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.cache.base import Geometry
-from shadowkv.cache.index import BatchIndex
+from shadowkv.cache.index import BatchIndex, Joining
 from shadowkv.cache.layout import Region
 from shadowkv.ops.rows import LayerRows
 from shadowkv.ops.sliding import Circle, new_chunks, sliding_logits
@@ -67,8 +67,6 @@ class TraceIndex:
         self.inner.score(rows, q_BND, logits_BKGC, parts_BKGZ2)
         overwrite_logits(logits_BKGC, parts_BKGZ2, rows.facts_BI, self.new_per_1024)
 
-    def join(
-        self, address_LBX: Tensor, facts_BI: Tensor, first_chunk_B: Tensor, chunk_count_B: Tensor, most: int
-    ) -> None:
+    def join(self, joining: Joining, geometry: Geometry, chunk_tokens: int) -> None:
         """As the inner index does."""
-        self.inner.join(address_LBX, facts_BI, first_chunk_B, chunk_count_B, most)
+        self.inner.join(joining, geometry, chunk_tokens)

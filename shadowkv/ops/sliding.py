@@ -1,8 +1,9 @@
 """Logits whose selection changes by a known share from step to step, whatever the queries are.
 
 For benchmarks with random queries, whose selections would have a hit rate that no model has. The chunks are
-laid on a circle in a fixed scattered order; the best ones are those behind a point that moves on a little with
-every step. So as many as it passes leave the selection, and as many new ones join it at the other end.
+laid on a circle in a fixed scattered order; the best ones are those behind a point that moves backwards a little
+with every step. So as many as it passes join the selection, and as many leave it at the other end: what comes
+next was never the second best, which a larger resident set might hold already.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Circle:
 
     def start(self, step: int, new_per_1024: int, chunks: int) -> int:
         """The first place of a step's selection, where ``new_per_1024 / 1024`` chunks are new in each."""
-        return step * new_per_1024 * self.places // (SHARES * chunks) % self.places
+        return -(step * new_per_1024 * self.places // (SHARES * chunks)) % self.places
 
 
 def new_chunks(select: int, hit_rate: float) -> int:

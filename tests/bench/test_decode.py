@@ -1,5 +1,7 @@
 """Batches of a tiny model on a CPU: everything but the figures."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -101,6 +103,14 @@ def test_a_hit_rate_that_is_asked_for(decoder: Decoder, hit_rate: float) -> None
     assert isinstance(row, Decoded)
     assert row.hit_rate == pytest.approx(hit_rate, abs=0.08)
     assert any(text.startswith(f"synthetic hit rate {hit_rate:g}") for text in row.synthetic)
+
+
+def test_a_larger_resident_set_does_not_know_what_comes(decoder: Decoder) -> None:
+    config = replace(SPARSE, attend="resident", resident_tokens=512)
+    job = Job(steps=8, warmup=2, traced_steps=0, batch=1, hit_rate=0.5)
+    (row,) = run(decoder, {"shadowkv": config}, job)
+    assert isinstance(row, Decoded)
+    assert row.hit_rate == pytest.approx(0.5, abs=0.08)
 
 
 def test_real_prompts_are_timed_apart(decoder: Decoder) -> None:

@@ -47,8 +47,7 @@ def _overwrite_logits(
         o_chunk = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
         m_chunk = o_chunk < chunks
         place = (o_chunk.to(tl.int64) + head * (places // 4 + 1)) * stride
-        # places is a power of two, so & is % for negative numbers too.
-        distance = (place - moved) & (places - 1)
+        distance = (place + moved) & (places - 1)  # places is a power of two
         logit = -distance.to(tl.float32) / _LOGIT_STEPS
         pair = row.to(tl.int64) * KV_HEADS + head
         for i_query in range(GROUP):
