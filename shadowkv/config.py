@@ -76,6 +76,9 @@ class ShadowKVConfig(MethodSettings):
     """What a step attends to besides outliers and window: its selection, or everything resident."""
     fetch_cap_chunks: int | None = None
     """At most so many chunks per KV head are fetched by one step, best first; None fetches all misses."""
+    late_fetch_chunks: int = 0
+    """At most so many further missing chunks per KV head are fetched after attention, for the next step: off
+    the critical path, a step late. Needs attend='resident' and a ``fetch_cap_chunks``, which may then be 0."""
     reuse: bool = True
     """Keep resident chunks from step to step. False fetches the whole selection each time."""
     centre_keys: bool = True
@@ -83,6 +86,9 @@ class ShadowKVConfig(MethodSettings):
     direction (a bias of the key projection) takes no rank."""
     exact_while_fits: bool = True
     """Attend exactly, without compression, while the whole sequence fits in the exact region."""
+    dense_tokens: int | None = None
+    """Sequences of at most so many tokens (prompt and answer) stay on the device and exact as a whole. None
+    chooses, on a GPU, the length up to which that is faster; elsewhere what fits in the exact region."""
     value_store: Literal["host", "device"] = "host"
     """Where the values of the context live."""
     query_block_tokens: int = 32
@@ -107,12 +113,25 @@ class ShadowKVConfig(MethodSettings):
         if self.resident_tokens is not None:
             at_least("resident_tokens", self.resident_tokens, self.budget_tokens)
         if self.fetch_cap_chunks is not None:
-            at_least("fetch_cap_chunks", self.fetch_cap_chunks, 1)
+            at_least("fetch_cap_chunks", self.fetch_cap_chunks, 0 if self.late_fetch_chunks else 1)
+        at_least("late_fetch_chunks", self.late_fetch_chunks, 0)
+        if self.late_fetch_chunks and (self.attend != "resident" or self.fetch_cap_chunks is None):
+            raise ConfigError(
+                f"late_fetch_chunks is {self.late_fetch_chunks}; it needs attend='resident' and fetch_cap_chunks, "
+                "for without a cap nothing is left to be fetched late"
+            )
         if not self.reuse and (self.fetch_cap_chunks is not None or self.attend == "resident"):
             raise ConfigError(
                 "reuse=False fetches every selected chunk in every step; it excludes fetch_cap_chunks "
                 "and attend='resident'"
             )
+        if self.dense_tokens is not None:
+            at_least("dense_tokens", self.dense_tokens, 0)
+            if self.dense_tokens and not self.exact_while_fits:
+                raise ConfigError(
+                    f"dense_tokens is {self.dense_tokens} and exact_while_fits is False; one keeps short sequences exact, "
+                    "the other compresses them"
+                )
         one_of("attend", self.attend, ("selected", "resident"))
         one_of("value_store", self.value_store, ("host", "device"))
         if not isinstance(self.index, LandmarksConfig):

@@ -12,7 +12,7 @@ from shadowkv.config import CacheConfig, SamplingParams, ShadowKVConfig
 from shadowkv.context import Context, Progress, Prompt, Stream, as_list
 from shadowkv.engine.engine import Engine, KeptContext
 from shadowkv.engine.memory import Memory, find_memory
-from shadowkv.engine.placement import choose_plan, find_device, make_arenas, parse_dtype
+from shadowkv.engine.placement import choose_plan, find_device, has_kernels, make_arenas, make_steps, parse_dtype
 from shadowkv.engine.plan import Plan
 from shadowkv.engine.request import Request, RequestOutput, StreamChunk
 from shadowkv.engine.runner import Runner
@@ -70,7 +70,9 @@ class LLM:
         where = find_device(device)
         chosen_dtype = resolve_dtype(spec, where, parse_dtype(dtype))
         memory = find_memory(where, device_memory_bytes, host_memory_bytes)
-        plan = choose_plan(spec, config, chosen_dtype, memory, max_context_tokens, max_batch)
+        plan = choose_plan(
+            spec, config, chosen_dtype, memory, max_context_tokens, max_batch, kernels=has_kernels(where)
+        )
         tokenizer = Tokenizer.load(files.path)
         on_weights = _stage(progress, "loading weights")
         decoder = load_decoder(files, device=where, dtype=chosen_dtype, progress=on_weights)
@@ -99,7 +101,7 @@ class LLM:
             return bytes_of.device_bytes, bytes_of.host_bytes
 
         self.engine = Engine(
-            Runner(decoder, cache),
+            Runner(decoder, cache, make_steps(decoder, cache, self._max_batch, self.max_context_tokens)),
             tokenizer,
             Scheduler(device, host, price, max_batch=self._max_batch),
             max_context_tokens=self.max_context_tokens,
@@ -115,7 +117,10 @@ class LLM:
         memory = find_memory(self.decoder.device, None, None)
         weights = self.plan.weight_bytes  # are there already, and are counted by the plan once more
         memory = Memory(memory.device_bytes + weights, memory.host_bytes, memory.shared)
-        plan = choose_plan(self.spec, cache, self.decoder.dtype, memory, self.max_context_tokens, self._max_batch)
+        kernels, dtype = has_kernels(self.decoder.device), self.decoder.dtype
+        plan = choose_plan(
+            self.spec, cache, dtype, memory, self.max_context_tokens, self._max_batch, kernels=kernels
+        )
         other = LLM.__new__(LLM)
         other._max_batch = self._max_batch
         other._build(self.decoder, self.tokenizer, cache, plan, self._progress)

@@ -11,7 +11,7 @@ forward pass: ``extend`` once (makes room, moves the lengths), and for every lay
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from shadowkv.cache.pool import Reservation, release, reserve
 from shadowkv.errors import CapacityError, ConfigError, NumericsError
 from shadowkv.ops.rope import Rope
 from shadowkv.ops.views import View
+
+if TYPE_CHECKING:
+    from shadowkv.cache.step import DecodeStep
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class CachedSequence:
     tensors: dict[str, Tensor]
     tokens: int = 0
     released: bool = False
+    address_LX: Tensor | None = None
+    """Where kernels find the tensors, on the host, once a step has asked for it (``cache.step``)."""
 
     @property
     def capacity_tokens(self) -> int:
@@ -281,6 +286,22 @@ class Cache(ABC, Generic[ConfigT, SequenceT]):
     @abstractmethod
     def view(self, layer: int, seqs: Seq[SequenceT], q_BNTD: Tensor) -> list[View]:
         """What these queries (the last T positions, already appended) may attend to, per sequence."""
+
+    # One step of a batch by kernels.
+
+    @classmethod
+    def step_regions(
+        cls, geometry: Geometry, config: ConfigT, max_rows: int, capacity_tokens: int
+    ) -> list[Region] | None:
+        """What a step of ``max_rows`` sequences of at most ``capacity_tokens`` tokens works in, besides theirs.
+
+        None: there are no kernels for this method or these settings; it is computed sequence by sequence.
+        """
+        return None
+
+    def make_step(self, max_rows: int, capacity_tokens: int) -> "DecodeStep | None":
+        """See ``cache.step``; None where :meth:`step_regions` is."""
+        return None
 
     @abstractmethod
     def stats(self, seq: SequenceT) -> CacheStats:

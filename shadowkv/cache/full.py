@@ -7,7 +7,9 @@ from torch import Tensor
 from shadowkv.cache.base import DENSE_APPEND_TOKENS, Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
 from shadowkv.cache.layout import Region
 from shadowkv.cache.pool import Reservation
+from shadowkv.cache.step import DecodeStep, as_row, attention_regions, table_regions
 from shadowkv.config import FullConfig
+from shadowkv.ops.rows import Address, Fact
 from shadowkv.ops.views import DenseView, View
 
 
@@ -68,9 +70,45 @@ class FullCache(Cache[FullConfig, CachedSequence]):
             for seq in seqs
         ]
 
+    @classmethod
+    def step_regions(
+        cls, geometry: Geometry, config: FullConfig, max_rows: int, capacity_tokens: int
+    ) -> list[Region] | None:
+        return table_regions(geometry.layers, max_rows) + attention_regions(geometry, max_rows, capacity_tokens)
+
+    def make_step(self, max_rows: int, capacity_tokens: int) -> DecodeStep:
+        return FullStep(self, max_rows, capacity_tokens)
+
     def stats(self, seq: CachedSequence) -> CacheStats:
         g = self.geometry
         held = 2 * seq.tokens * g.layers * g.key_dim * g.dtype.itemsize
         return CacheStats(
             self.name, "exact", seq.tokens, seq.price.device_bytes, seq.price.host_bytes, resident_bytes=held
         )
+
+
+class FullStep(DecodeStep):
+    """A sequence is one ring that never comes round."""
+
+    def __init__(self, cache: FullCache, max_rows: int, capacity_tokens: int) -> None:
+        self.geometry = cache.geometry
+        regions = cache.step_regions(cache.geometry, cache.config, max_rows, capacity_tokens)
+        columns = {Address.K: "k", Address.V: "v"}
+        device = cache.device_arena.device
+        super().__init__(cache.geometry.layers, max_rows, columns, regions or [], capacity_tokens, device)
+
+    def facts(self, seq: CachedSequence) -> list[int]:
+        slots = seq.tensors["k"].shape[2]
+        return as_row(
+            {Fact.TOKENS: seq.tokens, Fact.WRITE_SLOT: seq.tokens - 1, Fact.SLOTS: slots, Fact.RING_SLOTS: slots}
+        )
+
+    def attend(self, layer: int, q_BND: Tensor, out_BND: Tensor) -> None:
+        from shadowkv.ops.triton.attention import attend
+
+        rows, heads, kv_heads = q_BND.shape[0], self.geometry.heads, self.geometry.kv_heads
+        scratch = self.attention_scratch(rows, kv_heads, heads)
+        attend(self.layer(layer, rows), q_BND, kv_heads, 1, None, out_BND, scratch)
+
+    def finish(self) -> None:
+        """Nothing is left running."""

@@ -4,7 +4,7 @@ How logits become a selection is not its business (``ops.select``), so another i
 """
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from shadowkv.cache.layout import Region
 from shadowkv.config import LandmarksConfig
 from shadowkv.ops.attention import group_queries
 from shadowkv.ops.chunks import chunk_means
+from shadowkv.ops.rows import LayerRows
 
 
 class Index(Protocol):
@@ -26,6 +27,31 @@ class Index(Protocol):
 
     def logits(self, layer: int, tensors: dict[str, Tensor], chunks: int, q_NTD: Tensor) -> Tensor:
         """[K, G, T, C] in float32: how much each query wants each of the first ``chunks`` chunks."""
+
+
+class Joining(NamedTuple):
+    """Chunks that leave the windows of B sequences, in all layers: tables as of a step (``ops.rows``), and the
+    first chunk and the number of chunks of each sequence, of which ``most`` is the largest.
+
+    Shapes: address_LBX [layers, B, X] int64, facts_BI [B, I], first_chunk_B and chunks_B [B]; int32.
+    """
+
+    address_LBX: Tensor
+    facts_BI: Tensor
+    first_chunk_B: Tensor
+    chunks_B: Tensor
+    most: int
+
+
+class BatchIndex(Index, Protocol):
+    """An index that works by kernels too, for all rows of a step."""
+
+    def score(self, rows: LayerRows, q_BND: Tensor, logits_BKGC: Tensor, parts_BKGZ2: Tensor) -> None:
+        """Logits of every selectable chunk, and per split of the chunks their maximum and the sum of their
+        exponentials beside it (see ``ops.triton.score``)."""
+
+    def join(self, joining: Joining, geometry: Geometry, chunk_tokens: int) -> None:
+        """Index the chunks that leave the recent window, in all layers."""
 
 
 class Landmarks:
@@ -45,8 +71,28 @@ class Landmarks:
         logits_KQC = group_queries(q_NTD, kv_heads).float() @ landmarks_KCD.mT / math.sqrt(dim)
         return logits_KQC.reshape(kv_heads, heads // kv_heads, tokens, chunks)
 
+    def score(self, rows: LayerRows, q_BND: Tensor, logits_BKGC: Tensor, parts_BKGZ2: Tensor) -> None:
+        from shadowkv.ops.triton.score import score_landmarks
 
-def make_index(config: LandmarksConfig) -> Index:
+        score_landmarks(rows, q_BND, logits_BKGC, parts_BKGZ2)
+
+    def join(self, joining: Joining, geometry: Geometry, chunk_tokens: int) -> None:
+        from shadowkv.ops.triton.join import write_landmarks
+
+        write_landmarks(
+            joining.address_LBX,
+            joining.facts_BI,
+            joining.first_chunk_B,
+            joining.chunks_B,
+            chunk_tokens,
+            geometry.kv_heads,
+            geometry.head_dim,
+            geometry.dtype,
+            joining.most,
+        )
+
+
+def make_index(config: LandmarksConfig) -> BatchIndex:
     """The index of these settings."""
     assert isinstance(config, LandmarksConfig)
     return Landmarks()

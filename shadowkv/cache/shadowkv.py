@@ -22,29 +22,40 @@ from shadowkv.cache.index import make_index
 from shadowkv.cache.layout import Region, copy_by_head
 from shadowkv.cache.pool import Reservation
 from shadowkv.cache.shadowkv_layout import ExactRegion, ranks, sequence_price, sequence_regions
+from shadowkv.cache.shadowkv_step import Leaving, ShadowStep, join_by_kernels, step_regions
+from shadowkv.cache.step import DecodeStep
 from shadowkv.config import ShadowKVConfig
 from shadowkv.errors import ConfigError, NumericsError
 from shadowkv.ops.chunks import choose_outliers, split_chunks
 from shadowkv.ops.lowrank import find_subspace, project, rebuild
 from shadowkv.ops.rope import Rope
-from shadowkv.ops.select import EMPTY, OUTLIER, ResidentSet, chunk_scores, top_chunks, update_resident
+from shadowkv.ops.select import EMPTY, OUTLIER, Fetch, ResidentSet, chunk_scores, top_chunks, update_resident
 from shadowkv.ops.views import DenseView, SlotView, View
 
 
 @dataclass(eq=False)
 class ShadowSequence(CachedSequence):
-    """``step`` counts extensions, for the LRU stamps; ``context_chunks`` is 0 while it is exact."""
+    """``step`` counts extensions, for the LRU stamps; ``context_chunks`` is 0 while it is exact.
+
+    ``usual_row`` is the RoPE row of the prompt, which positions not written yet hold as well. ``late`` holds, by
+    layer, what the last step has chosen to fetch after its attention: it is brought in before the next one.
+    """
 
     compressed: bool = False
     compressed_at_step: int = 0
     context_chunks: int = 0
     outliers: int = 0
     step: int = 0
+    usual_row: int = 0
     energy: list[Tensor] = field(default_factory=list)
+    late: dict[int, Fetch] = field(default_factory=dict)
 
 
 class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
-    """The method behind the cache contract, in plain PyTorch operations, one sequence after the other."""
+    """The method behind the cache contract, in plain PyTorch operations, one sequence after the other.
+
+    ``kernels`` is set once a step by kernels has been made (``cache.shadowkv_step``).
+    """
 
     name = "shadowkv"
 
@@ -53,6 +64,8 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         self.exact = ExactRegion.of(config)
         self.index = make_index(config.index)
         self.ranks = ranks(geometry, config)
+        self.kernels = False
+        self.ranks_L = torch.tensor(self.ranks, dtype=torch.int32, device=device.device)
 
     @classmethod
     def check(cls, geometry: Geometry, config: ShadowKVConfig) -> None:
@@ -90,15 +103,24 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         target.tokens, target.step = source.tokens, source.step
         target.compressed, target.compressed_at_step = source.compressed, source.compressed_at_step
         target.context_chunks, target.outliers = source.context_chunks, source.outliers
-        target.energy = list(source.energy)
+        target.usual_row = source.usual_row
+        target.tensors["rope_rows"][source.tokens :] = source.usual_row
+        target.energy, target.late = list(source.energy), dict(source.late)
+
+    def fork(self, seq: ShadowSequence, capacity: int | Reservation) -> ShadowSequence:
+        copy = super().fork(seq, capacity)
+        if not seq.compressed and seq.tokens > self.exact.dense_limit(copy.capacity_tokens):
+            self._compress(copy, seq.tensors)  # a sequence kept whole, in a copy that is too long for that
+        return copy
 
     # Prompt.
 
     def begin_prompt(self, seq: ShadowSequence, tokens: int) -> None:
         self._check_prompt(seq, tokens)
         seq.tokens = tokens
-        seq.tensors["rope_rows"][:tokens] = self.rope.row(tokens)
-        if tokens > self.exact.dense_limit:
+        seq.usual_row = self.rope.row(tokens)
+        seq.tensors["rope_rows"].fill_(seq.usual_row)
+        if tokens > self.exact.dense_limit(seq.capacity_tokens):
             self._set_context(seq)
 
     def take_layer(
@@ -121,10 +143,16 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
 
     def extend(self, seqs: Seq[ShadowSequence], tokens: int, rope_lengths: Seq[int] | None = None) -> None:
         self._check_room(seqs, tokens)
+        for seq in seqs:
+            for layer, fetch in seq.late.items():
+                self._fetch(layer, seq, fetch)
+            seq.late.clear()
+        self._make_room(seqs, tokens)
         for i, seq in enumerate(seqs):
-            self._make_room(seq, tokens)
             length = rope_lengths[i] if rope_lengths is not None else seq.tokens + tokens
-            seq.tensors["rope_rows"][seq.tokens : seq.tokens + tokens] = self.rope.row(length)
+            row = self.rope.row(length)
+            if row != seq.usual_row:  # most models have one row, and a step none to write
+                seq.tensors["rope_rows"][seq.tokens : seq.tokens + tokens] = row
             seq.tokens += tokens
             seq.step += 1
 
@@ -147,7 +175,7 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         allowed_KTE = torch.zeros(kv_heads, tokens, k_KED.shape[1], dtype=torch.bool, device=k_KED.device)
         size = self.config.chunk_tokens
         allowed_KTE[:, :, : seq.outliers * size] = True
-        allowed_KTE[:, :, self.exact.resident] = attended_KP.repeat_interleave(size, dim=1)[:, None]
+        allowed_KTE[:, :, self._resident(seq)] = attended_KP.repeat_interleave(size, dim=1)[:, None]
         held_W = self.exact.window_positions(seq.tokens, k_KED.device)
         queries_T = self._positions(seq.tokens - tokens, seq.tokens)
         seen_TW = (held_W >= seq.context_chunks * size) & (held_W <= queries_T[:, None])
@@ -166,21 +194,37 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         selectable_KC = resident.slot_of_chunk_KC[:, :chunks] != OUTLIER
         logits_KGTC = self.index.logits(layer, tensors, chunks, q_NTD)
         scores_KC = chunk_scores(logits_KGTC, selectable_KC)
-        # The first selection fills the resident set, so that a cap on fetches has something to refresh.
-        first = seq.step == seq.compressed_at_step + 1
-        fills = first and config.attend == "resident"
-        count = min(config.resident_chunks if fills else config.budget_chunks, chunks - seq.outliers)
-        cap = None if first else config.fetch_cap_chunks
+        count, cap, late_cap = self.selection_size(seq)
         chosen_KP = top_chunks(scores_KC, count)
-        fetch, hits = update_resident(resident, chosen_KP, seq.step, cap)
-        self._fetch(layer, seq, fetch.head_M, fetch.chunk_M, fetch.slot_M)
-        tensors["counters"] += torch.stack([hits, chosen_KP.numel() - hits, hits.new_tensor(fetch.head_M.numel())])
-        if config.attend == "resident":
-            return resident.resident_ids_KP >= 0
-        return resident.last_used_KP == seq.step
+        held_KP = resident.resident_ids_KP >= 0
+        now, late, hits = update_resident(resident, chosen_KP, seq.step, cap, late_cap)
+        self._fetch(layer, seq, now)
+        if late.head_M.numel():
+            seq.late[layer] = late
+        fetched = hits.new_tensor(now.head_M.numel() + late.head_M.numel())
+        tensors["counters"] += torch.stack([hits, chosen_KP.numel() - hits, fetched])
+        # A slot whose chunk comes late still holds the one before it, whose keys and values are as true.
+        attended_KP = held_KP if config.attend == "resident" else resident.last_used_KP == seq.step
+        attended_KP[now.head_M, now.slot_M] = True
+        return attended_KP
 
-    def _fetch(self, layer: int, seq: ShadowSequence, head_M: Tensor, chunk_M: Tensor, slot_M: Tensor) -> None:
+    def selection_size(self, seq: ShadowSequence) -> tuple[int, int | None, int]:
+        """Chunks per KV head that the next selection chooses, and how many of the missing it may fetch at once
+        (None: all) and late. The first one fills the resident set, so that a cap has something to refresh."""
+        config = self.config
+        first = seq.step == seq.compressed_at_step + 1
+        wanted = config.resident_chunks if first and config.attend == "resident" else config.budget_chunks
+        cap, late = (None, 0) if first else (config.fetch_cap_chunks, config.late_fetch_chunks)
+        return min(wanted, seq.context_chunks - seq.outliers), cap, late
+
+    def _resident(self, seq: ShadowSequence) -> slice:
+        """The slots of resident chunks: right behind the outliers that there are."""
+        start = seq.outliers * self.config.chunk_tokens
+        return slice(start, start + self.exact.resident_size)
+
+    def _fetch(self, layer: int, seq: ShadowSequence, fetch: Fetch) -> None:
         """Rebuild the keys of M chunks and fetch their values, into their resident slots."""
+        head_M, chunk_M, slot_M = fetch
         if not head_M.numel():
             return
         tensors, size = seq.tensors, self.config.chunk_tokens
@@ -195,39 +239,49 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         values_KCLD = tensors["values"][layer]
         at_store = values_KCLD.device
         v_MLD = values_KCLD[head_M.to(at_store), chunk_M.to(at_store)].to(k_MLD.device)
-        slots_ML = self.exact.resident.start + slot_M[:, None] * size + offsets_L
+        slots_ML = self._resident(seq).start + slot_M[:, None] * size + offsets_L
         tensors["exact_k"][layer][head_M[:, None], slots_ML] = k_MLD.to(self.geometry.dtype)
         tensors["exact_v"][layer][head_M[:, None], slots_ML] = v_MLD
 
     # Compression, and chunks that leave the window.
 
-    def _make_room(self, seq: ShadowSequence, tokens: int) -> None:
-        """So that ``tokens`` more fit into the exact region."""
-        if not seq.compressed:
-            if seq.tokens + tokens <= self.exact.dense_limit:
-                return
-            self._compress(seq)
-        size, first = self.config.chunk_tokens, seq.context_chunks
-        if seq.tokens - first * size + tokens <= self.exact.window:
+    def _make_room(self, seqs: Seq[ShadowSequence], tokens: int) -> None:
+        """So that ``tokens`` more fit into each exact region."""
+        size, leaving = self.config.chunk_tokens, list[Leaving]()
+        for seq in seqs:
+            if not seq.compressed:
+                if seq.tokens + tokens <= self.exact.dense_limit(seq.capacity_tokens):
+                    continue
+                self._compress(seq, seq.tensors)
+            first = seq.context_chunks
+            if seq.tokens - first * size + tokens > self.exact.window:
+                seq.context_chunks = seq.tokens // size - self.config.local_chunks
+                leaving.append(Leaving(seq, first, seq.context_chunks - first))
+        if leaving and self.kernels:
+            join_by_kernels(self, leaving)
             return
-        seq.context_chunks = seq.tokens // size - self.config.local_chunks
-        positions = self._positions(first * size, seq.context_chunks * size)
+        for seq, first, count in leaving:
+            self._leave_window(seq, first, count)
+
+    def _leave_window(self, seq: ShadowSequence, first_chunk: int, count: int) -> None:
+        size = self.config.chunk_tokens
+        positions = self._positions(first_chunk * size, (first_chunk + count) * size)
         slots = self.exact.window_slots(positions)
         rows = seq.tensors["rope_rows"][positions]
         for layer in range(self.geometry.layers):
             k_KSD = seq.tensors["exact_k"][layer][:, slots]
             v_KSD = seq.tensors["exact_v"][layer][:, slots]
             k_pre_SKD = self.rope.unrotate(k_KSD, positions, rows).transpose(0, 1)
-            self._join_context(layer, seq, first, k_pre_SKD, k_KSD, v_KSD)
+            self._join_context(layer, seq, first_chunk, k_pre_SKD, k_KSD, v_KSD)
 
-    def _compress(self, seq: ShadowSequence) -> None:
-        """Turn an exact sequence into a compressed one, from its own exact keys."""
+    def _compress(self, seq: ShadowSequence, exact: dict[str, Tensor]) -> None:
+        """Turn an exact sequence into a compressed one, from the exact keys and values of these tensors."""
         self._set_context(seq)
         positions = self._positions(0, seq.tokens)
         rows = seq.tensors["rope_rows"][positions]
         for layer in range(self.geometry.layers):
-            k_KSD = seq.tensors["exact_k"][layer, :, : seq.tokens].clone()
-            v_KSD = seq.tensors["exact_v"][layer, :, : seq.tokens].clone()
+            k_KSD = exact["exact_k"][layer, :, : seq.tokens].clone()
+            v_KSD = exact["exact_v"][layer, :, : seq.tokens].clone()
             k_pre_SKD = self.rope.unrotate(k_KSD, positions, rows).transpose(0, 1)
             self._compress_layer(layer, seq, k_pre_SKD, k_KSD, v_KSD)
 
@@ -278,6 +332,18 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
 
     def _positions(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.device_arena.device)
+
+    @classmethod
+    def step_regions(
+        cls, geometry: Geometry, config: ShadowKVConfig, max_rows: int, capacity_tokens: int
+    ) -> list[Region] | None:
+        return step_regions(geometry, config, max_rows, capacity_tokens)
+
+    def make_step(self, max_rows: int, capacity_tokens: int) -> DecodeStep | None:
+        if self.step_regions(self.geometry, self.config, max_rows, capacity_tokens) is None:
+            return None
+        self.kernels = True
+        return ShadowStep(self, max_rows, capacity_tokens)
 
     def stats(self, seq: ShadowSequence) -> CacheStats:
         hits, misses, fetched = seq.tensors["counters"].tolist()

@@ -26,29 +26,38 @@ def ranks(geometry: Geometry, config: ShadowKVConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ExactRegion:
-    """Token slots per KV head: [outliers | resident chunks | recent window]. Sizes in tokens."""
+    """Token slots per KV head: [outliers | resident chunks | recent window]. Sizes in tokens.
+
+    Where there are fewer outliers than there is room for, the resident chunks begin earlier.
+    """
 
     outlier: int
     resident_size: int
     window: int
-    dense_limit: int
-    """A sequence of at most so many tokens is attended exactly, without compression."""
+    fits: int
+    """A sequence of at most so many tokens is attended exactly here, before it is compressed."""
+    whole: int
+    """A sequence that is opened for at most so many gets as many slots, and is never compressed."""
 
     @classmethod
     def of(cls, config: ShadowKVConfig) -> "ExactRegion":
         size = config.chunk_tokens
         outlier, resident = config.outlier_chunks * size, config.resident_chunks * size
         window = config.recent_chunks * size
-        limit = outlier + resident + window if config.exact_while_fits else window
-        return cls(outlier, resident, window, limit)
+        fits = outlier + resident + window if config.exact_while_fits else window
+        return cls(outlier, resident, window, fits, max(fits, config.dense_tokens or 0))
+
+    def compressible(self, capacity_tokens: int) -> bool:
+        """Whether a sequence opened for so many tokens can outgrow its slots."""
+        return capacity_tokens > self.whole
+
+    def dense_limit(self, capacity_tokens: int) -> int:
+        """The most tokens that such a sequence attends to exactly, without compression."""
+        return self.fits if self.compressible(capacity_tokens) else capacity_tokens
 
     @property
     def slots(self) -> int:
         return self.outlier + self.resident_size + self.window
-
-    @property
-    def resident(self) -> slice:
-        return slice(self.outlier, self.outlier + self.resident_size)
 
     @property
     def recent(self) -> slice:
@@ -73,7 +82,7 @@ def sequence_regions(
     """
     exact = ExactRegion.of(config)
     layers, heads, dim, dtype = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype
-    compressible = capacity_tokens > exact.dense_limit
+    compressible = exact.compressible(capacity_tokens)
     exact_shape = (layers, heads, exact.slots if compressible else capacity_tokens, dim)
     device = [
         Region("exact_k", "exact region", exact_shape, dtype),
@@ -106,7 +115,7 @@ def sequence_price(geometry: Geometry, config: ShadowKVConfig, capacity_tokens: 
     on_device, on_host = sequence_regions(geometry, config, capacity_tokens)
     device, exact = bytes_by_kind(on_device), ExactRegion.of(config)
     region_bytes = device.pop("exact region")
-    if capacity_tokens <= exact.dense_limit:
+    if not exact.compressible(capacity_tokens):
         return Price({"exact tokens": region_bytes} | device, {})
     outliers = region_bytes * exact.outlier // exact.slots
     resident = region_bytes * exact.resident_size // exact.slots

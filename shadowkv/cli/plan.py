@@ -132,6 +132,7 @@ def _table(made: "Plan") -> "Table":
             table.add_column(f"{method.method}, {place}", justify="right")
     for kind, count in (("weights", made.weight_bytes), ("activations", made.activation_bytes)):
         table.add_row(kind, *(cell for _ in methods for cell in (_gb(count), "")))
+    table.add_row("decoding", *(cell for method in methods for cell in (_gb(method.step_bytes), "")))
     table.add_section()
     kinds = dict.fromkeys(kind for method in methods for kind in (*method.device_bytes, *method.host_bytes))
     for kind in kinds:

@@ -1,15 +1,22 @@
 """Where a model runs, in which precision, and which plan and memory it gets there."""
 
-from typing import Literal
+import logging
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 
 from shadowkv.cache.arena import Arena
+from shadowkv.cache.base import Cache
 from shadowkv.config import CacheConfig
+from shadowkv.engine.graphs import StepRunner
 from shadowkv.engine.memory import Memory
 from shadowkv.engine.plan import Plan, make_plan, require_fit
 from shadowkv.errors import ConfigError
+from shadowkv.models.decoder import Decoder
 from shadowkv.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_CONTEXT_TOKENS = 256
 """The shortest context that a plan is made for when nobody asked for one."""
@@ -55,6 +62,8 @@ def choose_plan(
     memory: Memory,
     max_context_tokens: int | None,
     max_batch: int,
+    *,
+    kernels: bool,
 ) -> Plan:
     """The plan for the context that was asked for, or for the longest that fits, halving from the model's."""
     if max_batch < 1:
@@ -62,12 +71,38 @@ def choose_plan(
     context = max_context_tokens if max_context_tokens is not None else spec.context_tokens
     while True:
         plan = make_plan(
-            spec, config, dtype=dtype, context_tokens=context, output_tokens=0, memory=memory, max_batch=max_batch
+            spec,
+            config,
+            dtype=dtype,
+            context_tokens=context,
+            output_tokens=0,
+            memory=memory,
+            max_batch=max_batch,
+            kernels=kernels,
         )
         if plan.batch or max_context_tokens is not None or context // 2 < SMALLEST_CONTEXT_TOKENS:
             require_fit(plan)
             return plan
         context //= 2
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether decoding runs by kernels on this device."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def make_steps(decoder: Decoder, cache: Cache[Any, Any], max_rows: int, capacity_tokens: int) -> StepRunner | None:
+    """How batches decode: by kernels on a GPU; None where sequences are computed one after the other."""
+    if decoder.device.type != "cuda":
+        return None
+    if not has_kernels(decoder.device):
+        logger.warning("Triton is not installed: decoding runs sequence by sequence in plain PyTorch, and slowly")
+        return None
+    step = cache.make_step(max_rows, capacity_tokens)
+    if step is None:
+        logger.warning("%s has no kernels for these settings: decoding runs sequence by sequence, slowly", cache.name)
+        return None
+    return StepRunner(decoder, step)
 
 
 def make_arenas(plan: Plan, device: torch.device) -> tuple[Arena, Arena]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shadowkv.cache.base import Cache, Geometry, Price
+from shadowkv.cache.layout import total_bytes
 from shadowkv.cache.methods import method_of
 from shadowkv.cache.shadowkv_layout import ranks
 from shadowkv.config import CacheConfig, FullConfig, ShadowKVConfig
@@ -53,6 +54,8 @@ class MethodPlan:
     host_bytes: dict[str, int]
     sequence_device_bytes: int
     sequence_host_bytes: int
+    step_bytes: int
+    """What the kernels of a decoding step work in, for the whole batch."""
     largest_batch: int
     limit: str
 
@@ -100,7 +103,8 @@ class Plan:
         out = [
             f"{self.model} in {self.dtype}, {self.chosen.method}: up to {self.batch} sequences of "
             f"{self.context_tokens + self.output_tokens:,} tokens in {mem.device_bytes / GB:.2f} GB {where}",
-            f"weights {self.weight_bytes / GB:.3f} GB, activations {self.activation_bytes / GB:.3f} GB; per "
+            f"weights {self.weight_bytes / GB:.3f} GB, activations {self.activation_bytes / GB:.3f} GB, decoding "
+            f"{self.chosen.step_bytes / GB:.3f} GB; per "
             f"sequence {self.chosen.sequence_device_bytes / GB:.4f} GB on the device, "
             f"{self.chosen.sequence_host_bytes / GB:.4f} GB on the host "
             f"(full attention: {self.full.sequence_device_bytes / GB:.4f} GB)",
@@ -108,12 +112,13 @@ class Plan:
         return [*out, self.note] if self.note else out
 
 
-def largest_batch(memory: Memory, fixed_bytes: int, price: Price) -> tuple[int, str]:
-    """How many sequences fit beside the weights and activations, and what stops one more."""
+def largest_batch(memory: Memory, fixed_bytes: int, price: Price, row_bytes: int) -> tuple[int, str]:
+    """How many sequences fit beside what is fixed, each with ``row_bytes`` to be computed in, and what stops one
+    more."""
     room = memory.device_bytes - fixed_bytes
     if memory.shared:
-        return max(room, 0) // (price.device_bytes + price.host_bytes), "memory"
-    on_device = max(room, 0) // price.device_bytes
+        return max(room, 0) // (price.device_bytes + price.host_bytes + row_bytes), "memory"
+    on_device = max(room, 0) // (price.device_bytes + row_bytes)
     if price.host_bytes and memory.host_bytes // price.host_bytes < on_device:
         return memory.host_bytes // price.host_bytes, "host memory"
     return on_device, "device memory"
@@ -159,8 +164,13 @@ def make_plan(
     gpu_gb_s: float | None = None,
     pcie_gb_s: float | None = None,
     hit_rate: float = 0.6,
+    kernels: bool = True,
 ) -> Plan:
     """Plan for sequences of ``context_tokens`` prompt tokens and ``output_tokens`` generated ones.
+
+    Args:
+        max_batch: sequences that run at the same time, at most; None for as many as fit.
+        kernels: whether decoding runs by kernels, which work in memory of their own.
 
     A plan in which nothing fits has ``batch`` 0; :func:`require_fit` refuses it.
 
@@ -182,11 +192,26 @@ def make_plan(
     weights = spec.weight_bytes(dtype)
     activations = activation_bytes(spec, dtype, context_tokens, max_batch or 1)
 
+    def step_bytes(method: type[Cache[Any, Any]], method_config: CacheConfig, rows: int) -> int:
+        return total_bytes(method.step_regions(geometry, method_config, rows, capacity) or [])
+
     def plan_method(method: type[Cache[Any, Any]], method_config: CacheConfig) -> MethodPlan:
         method.check(geometry, method_config)
         price = method.price(geometry, method_config, capacity)
-        fits, limit = largest_batch(memory, weights + activations, price)
-        return MethodPlan(method.name, price.device, price.host, price.device_bytes, price.host_bytes, fits, limit)
+        step = step_bytes(method, method_config, max_batch or 1) if kernels else 0
+        # Without a limit on the batch, every sequence that fits brings the row that it is computed in.
+        fixed, row = (step, 0) if max_batch else (0, step)
+        fits, limit = largest_batch(memory, weights + activations + fixed, price, row)
+        return MethodPlan(
+            method.name,
+            price.device,
+            price.host,
+            price.device_bytes,
+            price.host_bytes,
+            fixed or row * max(fits, 1),
+            fits,
+            limit,
+        )
 
     chosen = plan_method(method_of(config), config)
     full = plan_method(method_of(FullConfig()), FullConfig())
@@ -235,13 +260,15 @@ def require_fit(plan: Plan) -> None:
     """
     if plan.batch:
         return
-    chosen, fixed = plan.chosen, plan.weight_bytes + plan.activation_bytes
+    chosen = plan.chosen
+    fixed = plan.weight_bytes + plan.activation_bytes + chosen.step_bytes
     need, there = fixed + chosen.sequence_device_bytes, plan.memory.device_bytes
     if plan.memory.shared:
         need += chosen.sequence_host_bytes
     raise CapacityError(
         f"one sequence of {plan.context_tokens + plan.output_tokens:,} tokens under {chosen.method} needs {need:,} "
         f"bytes on the device ({plan.weight_bytes:,} weights, {plan.activation_bytes:,} activations, "
+        f"{chosen.step_bytes:,} decoding, "
         f"{chosen.sequence_device_bytes:,} cache) and {chosen.sequence_host_bytes:,} on the host; there are {there:,} "
         f"and {plan.memory.host_bytes:,}. The largest batch that fits is 0: shorten the context, lower the rank "
         "or the budget, or give more memory"

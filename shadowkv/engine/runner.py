@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shadowkv.cache.base import Cache, CachedSequence
 from shadowkv.cache.pool import Reservation
+from shadowkv.engine.graphs import StepRunner
 from shadowkv.models.decoder import Decoder
 
 Progress = Callable[[int, int], None]
@@ -15,11 +16,16 @@ Progress = Callable[[int, int], None]
 
 
 class Runner:
-    """Eager execution. Token ids in, logits of the last position out, in float32."""
+    """Token ids in, logits of the last position out, in float32.
 
-    def __init__(self, decoder: Decoder, cache: Cache[Any, Any]) -> None:
+    Args:
+        steps: how a batch decodes; without it, sequence by sequence in plain PyTorch.
+    """
+
+    def __init__(self, decoder: Decoder, cache: Cache[Any, Any], steps: StepRunner | None = None) -> None:
         self.decoder = decoder
         self.cache = cache
+        self.steps = steps
         self.computed_tokens = 0
         """Tokens of prompts, appends and steps that have been computed so far."""
 
@@ -62,7 +68,11 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, seqs: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:
-        """One token for each sequence: logits [B, V]."""
+        """One token for each sequence: logits [B, V], valid until the next call."""
+        if self.steps is not None:
+            self.computed_tokens += len(token_ids)
+            self.cache.extend(seqs, 1)
+            return self.steps.decode(seqs, token_ids)
         hidden_B1M = self.decoder.forward(self._input(token_ids)[:, None], self.cache, seqs)
         return self.decoder.logits(hidden_B1M[:, 0])
 

@@ -70,6 +70,10 @@ class Fact(IntEnum):
     """At most so many further ones are fetched after attention, for the next step."""
     STEP = 13
     """Number of the step, for LAST_USED."""
+    TOKEN = 14
+    """The new token's id."""
+    ROPE_ROW = 15
+    """The row of RoPE frequencies that the new token is rotated with."""
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,8 @@ class RopeRule:
 class Slot:
     chunk: int = -1
     used: int = -1
+    arriving: int = -1
+    """What comes after this step's attention, which still finds ``chunk`` here."""
 
 
 @dataclass
@@ -141,6 +143,8 @@ class Oracle:
             self.context = self.tokens // size - self.c.local_chunks
             for layer in self.layers:
                 layer.sure &= not layer.spans_prompt_only
+        for slot in (slot for layer in self.layers for slots in layer.slots for slot in slots if slot.arriving >= 0):
+            slot.chunk, slot.arriving = slot.arriving, -1
         self.tokens += new
         self.row_keys += [self.rule.key(self.tokens)] * new
         self.steps += 1
@@ -236,10 +240,11 @@ class Oracle:
         count = min(self.resident if fills else self.budget, len(candidates))
         ranked = self.rank_chunks(layer, head, q_GTD, candidates, count)
         slots, cap = layer.slots[head], None if first else self.c.fetch_cap_chunks
-        hits, fetched = bring(slots, ranked[:count], self.steps, cap)
+        hits, fetched = bring(slots, ranked[:count], self.steps, cap, 0 if first else self.c.late_fetch_chunks)
         self.selected, self.hits, self.fetched = self.selected + count, self.hits + hits, self.fetched + fetched
         there = {slot.chunk for slot in slots if slot.chunk >= 0}
-        touched = there & set(ranked[:count])
+        arriving = {slot.arriving for slot in slots if slot.arriving >= 0}
+        touched = (there | arriving) & set(ranked[:count])
         return sorted(there if self.c.attend == "resident" else touched), touched
 
     def rank_chunks(self, layer: Layer, head: int, q_GTD: Array, candidates: list[int], count: int) -> list[int]:
@@ -263,15 +268,21 @@ class Oracle:
         return [candidates[i] for i in order]
 
 
-def bring(slots: list[Slot], chosen: list[int], step: int, cap: int | None) -> tuple[int, int]:
-    """Least recently used go, ties by slot; by id into slots in order. Returns hits and fetches."""
+def bring(slots: list[Slot], chosen: list[int], step: int, cap: int | None, late_cap: int) -> tuple[int, int]:
+    """Least recently used go, ties by slot; those of now, then the late ones, by id into slots in order. Returns
+    hits and fetches."""
     slot_of = {slot.chunk: slot for slot in slots if slot.chunk >= 0}
     missing = [chunk for chunk in chosen if chunk not in slot_of]
     for chunk in chosen:
         if chunk in slot_of:
             slot_of[chunk].used = step
-    fetched = sorted(missing[:cap])
-    oldest = sorted(range(len(slots)), key=lambda i: slots[i].used)[: len(fetched)]
-    for chunk, i in zip(fetched, sorted(oldest), strict=True):
-        slots[i].chunk, slots[i].used = chunk, step
-    return len(chosen) - len(missing), len(fetched)
+    cap = len(missing) if cap is None else cap
+    now, late = sorted(missing[:cap]), sorted(missing[cap : cap + late_cap])
+    oldest = sorted(range(len(slots)), key=lambda i: slots[i].used)[: len(now) + len(late)]
+    for n, (chunk, i) in enumerate(zip(now + late, sorted(oldest), strict=True)):
+        slots[i].used = step
+        if n < len(now):
+            slots[i].chunk = chunk
+        else:
+            slots[i].arriving = chunk
+    return len(chosen) - len(missing), len(now) + len(late)

@@ -170,6 +170,9 @@ def configs(draw: Any) -> ShadowKVConfig:
     local = draw(st.integers(0, 2))
     budget = draw(st.integers(1, 4 * size))
     reuse = draw(st.booleans())
+    attend = draw(st.sampled_from(["selected", "resident"])) if reuse else "selected"
+    cap = draw(st.none() | st.integers(1, 2)) if reuse else None
+    late = draw(st.integers(0, 3)) if attend == "resident" and cap is not None else 0
     return ShadowKVConfig(
         rank=draw(RANKS | st.tuples(RANKS, RANKS)),
         chunk_tokens=size,
@@ -179,8 +182,9 @@ def configs(draw: Any) -> ShadowKVConfig:
         local_chunks=local,
         recent_chunks=draw(st.integers(local + 2, local + 4)),
         resident_tokens=draw(st.none() | st.integers(budget, budget + 4 * size)),
-        attend=draw(st.sampled_from(["selected", "resident"])) if reuse else "selected",
-        fetch_cap_chunks=draw(st.none() | st.integers(1, 2)) if reuse else None,
+        attend=attend,
+        fetch_cap_chunks=draw(st.sampled_from([0, cap])) if late else cap,
+        late_fetch_chunks=late,
         reuse=reuse,
         centre_keys=draw(st.booleans()),
         exact_while_fits=draw(st.booleans()),

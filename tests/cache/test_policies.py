@@ -12,7 +12,7 @@ from shadowkv.config import ShadowKVConfig
 from shadowkv.errors import ConfigError
 from shadowkv.ops.attention import decode_attention
 from shadowkv.ops.rope import Rope
-from shadowkv.ops.views import SlotView
+from shadowkv.ops.views import DenseView, SlotView
 from tests.cache.worlds import World, error, make_cache, rounding, touched
 
 BASE = ShadowKVConfig(
@@ -276,3 +276,38 @@ def test_a_piece_of_a_longer_append_has_the_row_of_the_whole(geometry, device):
     assert seq.tensors["rope_rows"][50:60].tolist() == [cache.rope.row(60)] * 10
     cache.extend([seq], 1)
     assert int(seq.tensors["rope_rows"][60]) == cache.rope.row(61)
+
+
+def test_a_short_sequence_is_kept_whole_and_compressed_only_in_a_longer_copy(
+    geometry: Geometry, device: torch.device
+) -> None:
+    feed = Feed(geometry, device, 150, [1] * 8)
+    config = replace(BASE, exact_while_fits=True, dense_tokens=200)
+    cache = make_cache(geometry, config, device)
+    whole = start(cache, feed)
+    assert cache.price(geometry, config, 200).host_bytes == 0
+    assert cache.price(geometry, config, 201).host_bytes > 0
+    copy = cache.fork(whole, 300)
+    usual = start(make_cache(geometry, replace(config, dense_tokens=0), device), feed)
+    assert not whole.compressed
+    assert cache.stats(whole).attention == "exact"
+    for name in ("landmarks", "slot_of_chunk"):
+        chunks = usual.context_chunks
+        assert torch.equal(copy.tensors[name][:, :, :chunks], usual.tensors[name][:, :, :chunks])
+    for tensors in feed.steps:
+        for seq in (whole, copy):
+            outputs, kinds = step_of(cache, seq, *tensors)
+            assert set(kinds) == {DenseView if seq is whole else SlotView}
+            assert all(output.isfinite().all() for output in outputs)
+    assert (whole.compressed, copy.compressed) == (False, True)
+
+
+def step_of(cache: Cache, seq, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[type]]:
+    cache.extend([seq], q.shape[2])
+    outputs, kinds = [], []
+    for layer in range(cache.geometry.layers):
+        cache.append(layer, [seq], k[layer][None], v[layer][None])
+        (view,) = cache.view(layer, [seq], q[layer][None])
+        outputs.append(decode_attention(q[layer], view))
+        kinds.append(type(view))
+    return outputs, kinds

@@ -6,6 +6,7 @@ from shadowkv.cache.arena import Arena
 from shadowkv.cache.methods import method_of
 from shadowkv.config import CacheConfig, SamplingParams
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.graphs import StepRunner
 from shadowkv.engine.request import Request, RequestOutput
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.scheduler import Scheduler
@@ -92,6 +93,7 @@ def tiny_engine(
     max_context_tokens: int = 8192,
     decoder: Decoder | None = None,
     max_admit: int = 1,
+    kernels: bool = False,
 ) -> Engine:
     decoder = decoder or tiny_decoder(device)
     geometry, method = decoder.spec.geometry(decoder.dtype), method_of(config)
@@ -101,8 +103,10 @@ def tiny_engine(
         cost = method.price(geometry, config, tokens)
         return cost.device_bytes, cost.host_bytes
 
+    cache = method(geometry, config, decoder.rope, on_device, on_host)
+    step = cache.make_step(max_batch, max_context_tokens) if kernels else None
     return Engine(
-        Runner(decoder, method(geometry, config, decoder.rope, on_device, on_host)),
+        Runner(decoder, cache, StepRunner(decoder, step) if step else None),
         Letters(),  # type: ignore[arg-type]
         Scheduler(on_device, on_host, price, max_batch, max_admit),
         max_context_tokens=max_context_tokens,

@@ -36,6 +36,8 @@ SELECT = tl.constexpr(Fact.SELECT.value)
 CAP = tl.constexpr(Fact.CAP.value)
 LATE_CAP = tl.constexpr(Fact.LATE_CAP.value)
 STEP = tl.constexpr(Fact.STEP.value)
+TOKEN = tl.constexpr(Fact.TOKEN.value)
+ROPE_ROW = tl.constexpr(Fact.ROPE_ROW.value)
 
 ELEMENT = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that models run in."""

@@ -1,0 +1,100 @@
+"""The step by kernels gives every row what the plain path gives it, whoever is beside it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shadowkv.cache.arena import Arena
+from shadowkv.cache.methods import method_of
+from shadowkv.config import CacheConfig, FullConfig, ShadowKVConfig
+from shadowkv.engine.graphs import StepRunner, padded_rows
+from shadowkv.engine.runner import Runner
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.spec import ModelSpec, RopeSpec
+from tests.engine.tiny import prompt, tiny_decoder, tiny_spec
+
+pytest.importorskip("triton")
+
+SMALL = {"rank": 24, "chunk_tokens": 4, "budget_tokens": 16, "outlier_chunks": 3, "local_chunks": 1, "recent_chunks": 4}
+METHODS: dict[str, CacheConfig] = {
+    "full": FullConfig(),
+    "selected": ShadowKVConfig(**SMALL),
+    "lru": ShadowKVConfig(**SMALL, resident_tokens=32),
+    "bounded": ShadowKVConfig(**SMALL, resident_tokens=32, attend="resident", fetch_cap_chunks=1),
+    "late": ShadowKVConfig(
+        **SMALL, resident_tokens=32, attend="resident", fetch_cap_chunks=1, late_fetch_chunks=2, value_store="device"
+    ),
+    "ranks": ShadowKVConfig(**(SMALL | {"rank": (16, 40), "budget_tokens": 10})),
+}
+CAPACITY = 200
+
+
+def spec_of(rope_kind: str = "default") -> ModelSpec:
+    rope = RopeSpec("default", {"rope_type": "default", "rope_theta": 10000.0}, 64, False, 8192)
+    if rope_kind == "dynamic":
+        parameters = {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "partial_rotary_factor": 0.5,
+        }
+        rope = RopeSpec("dynamic", parameters, 32, False, 50)
+    return replace(tiny_spec(), head_dim=64, rope=rope, qk_norm=rope_kind == "dynamic", qkv_bias=True)
+
+
+def make_runner(config: CacheConfig, decoder: Decoder, *, kernels: bool, max_rows: int = 4) -> Runner:
+    geometry, method = decoder.spec.geometry(decoder.dtype), method_of(config)
+    host = Arena(4 << 20, "cpu", pinned=decoder.device.type == "cuda")
+    cache = method(geometry, config, decoder.rope, Arena(32 << 20, decoder.device), host)
+    step = cache.make_step(max_rows, CAPACITY) if kernels else None
+    assert kernels == (step is not None)
+    return Runner(decoder, cache, StepRunner(decoder, step) if step else None)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+def test_every_row_decodes_as_in_plain_pytorch(name: str, rope: str, device: torch.device) -> None:
+    if rope == "dynamic" and name not in ("full", "bounded"):
+        pytest.skip("one sparse method suffices for a second RoPE")
+    decoder = tiny_decoder(device, spec=spec_of(rope))
+    plain, batched = (make_runner(METHODS[name], decoder, kernels=kernels) for kernels in (False, True))
+    lengths = (7, 61, 150)  # exact and staying so; exact until it is compressed; compressed
+    mine = [plain.prefill(CAPACITY, prompt(n))[0] for n in lengths]
+    theirs = [batched.prefill(CAPACITY, prompt(n))[0] for n in lengths]
+    for step in range(22):
+        order = [0, 1, 2] if step % 7 else [2, 0]  # rows come, go and change places
+        tokens = [prompt(3, seed=step)[i] for i in order]
+        want = torch.stack([plain.decode([mine[i]], [t])[0] for i, t in zip(order, tokens, strict=True)])
+        got = batched.decode([theirs[i] for i in order], tokens)
+        assert relative(got, want) < 1e-4, step
+    for a, b in zip(mine, theirs, strict=True):
+        left, right = plain.cache.stats(a), batched.cache.stats(b)
+        assert (left.hits, left.misses, left.fetched_chunks) == (right.hits, right.misses, right.fetched_chunks)
+        assert left.attention == right.attention
+
+
+def test_a_turn_is_appended_between_steps(device: torch.device) -> None:
+    decoder = tiny_decoder(device, spec=spec_of())
+    runners = [make_runner(METHODS["late"], decoder, kernels=kernels) for kernels in (False, True)]
+    logits = []
+    for runner in runners:
+        seq, _ = runner.prefill(CAPACITY, prompt(150))
+        runner.decode([seq], [3])
+        runner.append(seq, prompt(9))
+        copy = runner.cache.fork(seq, CAPACITY)
+        runner.decode([seq], [4])
+        logits.append(torch.cat([runner.decode([copy], [5]).clone(), runner.decode([seq], [6]).clone()]))
+    assert relative(logits[1], logits[0]) < 1e-4
+
+
+def test_batch_sizes_round_up_to_few() -> None:
+    sizes = {rows: padded_rows(rows, 64) for rows in range(1, 65)}
+    assert all(size >= rows for rows, size in sizes.items())
+    assert sorted(set(sizes.values())) == [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]
+    assert padded_rows(14, 14) == 14
+    assert padded_rows(3, 3) == 3
