@@ -1,6 +1,8 @@
 """Contract of decode attention over slots: ``ops.triton.attention``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -126,19 +128,12 @@ class Attention(Op[AttentionCase, AttentionInputs]):
         return inputs
 
     def run(self, inputs: AttentionInputs) -> Outputs:
-        from shadowkv.ops.triton.attention import attend, attention_scratch
-
-        case, q_BND = inputs.case, inputs.q_BND
-        sizes, (batch, heads, dim) = case.sizes, q_BND.shape
-        longest = max(case.attended(row, 0) for row in case.rows)
-        shapes = attention_scratch(batch, heads, sizes.kv_heads, dim, longest, splits=case.splits)
-        scratch = {
-            name: torch.full(shape, torch.nan, dtype=dtype, device=q_BND.device)
-            for name, (shape, dtype) in shapes.items()
-        }
-        out_BND = torch.full_like(q_BND, torch.nan)
-        attend(inputs.rows, q_BND, sizes.kv_heads, sizes.chunk_tokens, inputs.selection, out_BND, scratch)
+        launch, out_BND = _prepared(inputs)
+        launch()
         return {"out": out_BND}
+
+    def launch(self, inputs: AttentionInputs) -> Callable[[], object]:
+        return _prepared(inputs)[0]
 
     def reference(self, inputs: AttentionInputs, dtype: torch.dtype) -> Outputs:
         sizes = inputs.case.sizes
@@ -176,3 +171,21 @@ def _slots(inputs: AttentionInputs, i: int, head: int) -> Tensor:
         found.append((outliers + chosen_P[:, None] * size + torch.arange(size, device=device)).flatten())
     recent = torch.arange(facts[Fact.FIRST], facts[Fact.TOKENS], device=device)
     return torch.cat([*found, facts[Fact.RING_START] + recent % ring])
+
+
+def _prepared(inputs: AttentionInputs) -> tuple[Callable[[], object], Tensor]:
+    """The kernels' launch, with poisoned scratch, and what it writes."""
+    from shadowkv.ops.triton.attention import attend, attention_scratch
+
+    case, q_BND = inputs.case, inputs.q_BND
+    sizes, (batch, heads, dim) = case.sizes, q_BND.shape
+    longest = max(case.attended(row, 0) for row in case.rows)
+    scratch = {
+        name: torch.full(shape, torch.nan, dtype=dtype, device=q_BND.device)
+        for name, (shape, dtype) in attention_scratch(
+            batch, heads, sizes.kv_heads, dim, longest, splits=case.splits
+        ).items()
+    }
+    out_BND = torch.full_like(q_BND, torch.nan)
+    args = (inputs.rows, q_BND, sizes.kv_heads, sizes.chunk_tokens, inputs.selection, out_BND, scratch)
+    return partial(attend, *args), out_BND

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from shadowkv.errors import ShapeError
 from shadowkv.ops.rows import LayerRows, Selection
+from shadowkv.ops.splits import MIN_SPLIT_TOKENS, attention_splits
 from shadowkv.ops.triton.rows import (
     ELEMENT,
     FIRST,
@@ -54,12 +55,6 @@ BLOCK_BYTES = 16384
 """Keys of one step of the loop; with the values twice that is in flight per stage."""
 NUM_WARPS = 4
 NUM_STAGES = 4
-PROGRAMS_PER_SM = 4
-"""Programs that the split policy wants, so that the last ones to finish leave few SMs idle."""
-MIN_SPLIT_TOKENS = 256
-"""Shorter runs do not pay for filling their load pipeline and for merging."""
-MAX_SPLIT_TOKENS = 2048
-"""Longer ones leave SMs idle at the end."""
 MERGE_SPLITS = 32
 """Partial results that a merging program has in flight."""
 MERGE_WARPS = 4
@@ -67,14 +62,6 @@ GROUP_ROWS = 16
 """The least rows of a tensor core tile; the most query heads that share a KV head."""
 
 LOG2_E = 1 / math.log(2)
-
-
-def attention_splits(batch: int, kv_heads: int, max_tokens: int, *, sm_count: int = 132) -> int:
-    """Runs into which the tokens of a (row, KV head) are divided, for rows that see at most ``max_tokens``."""
-    wanted = max(-(-sm_count * PROGRAMS_PER_SM // (batch * kv_heads)), -(-max_tokens // MAX_SPLIT_TOKENS))
-    if batch * kv_heads >= 2 * sm_count and max_tokens <= 2 * MAX_SPLIT_TOKENS:
-        return 1  # enough programs, and none of them long: not worth a merge
-    return max(min(wanted, -(-max_tokens // MIN_SPLIT_TOKENS)), 1)
 
 
 def attention_scratch(
@@ -85,15 +72,14 @@ def attention_scratch(
     max_tokens: int,
     *,
     splits: int | None = None,
-    sm_count: int = 132,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what :func:`attend` leaves between its kernels; no content is needed or kept.
 
     Args:
-        splits: instead of what :func:`attention_splits` says.
+        splits: instead of what :func:`ops.splits.attention_splits` says.
     """
     if splits is None:
-        splits = attention_splits(batch, kv_heads, max_tokens, sm_count=sm_count)
+        splits = attention_splits(batch, kv_heads, max_tokens)
     lead = (batch, kv_heads, splits, heads // kv_heads)
     return {"partial_BKXGD": ((*lead, head_dim), torch.float32), "softmax_BKXG2": ((*lead, 2), torch.float32)}
 
@@ -124,14 +110,17 @@ def attend(
     assert q_BND.stride(2) == out_BND.stride(2) == 1
     partial, softmax = scratch["partial_BKXGD"], scratch["softmax_BKXG2"]
     splits = partial.shape[2]
-    assert partial.shape[0] >= batch and partial.shape[3:] == (group, dim)
-    assert partial.is_contiguous() and softmax.is_contiguous()
+    assert partial.shape[0] >= batch
+    assert partial.shape[3:] == (group, dim)
+    assert partial.is_contiguous()
+    assert softmax.is_contiguous()
     block_dim = triton.next_power_of_2(dim)
     block_tokens = min(max(BLOCK_BYTES // (block_dim * q_BND.element_size()), 16), 128)
     picks = selection.attend_BKP if selection is not None else rows.facts_BI
     counts = selection.attend_count_BK if selection is not None else rows.facts_BI
     width = selection.attend_BKP.shape[2] if selection is not None else 0
-    assert picks.is_contiguous() and counts.is_contiguous()
+    assert picks.is_contiguous()
+    assert counts.is_contiguous()
     shared = {
         "GROUP": group,
         "DIM": dim,
@@ -209,22 +198,19 @@ def _segments(
 
 @triton.jit
 def _slots(
-    p_pick,
-    start,
+    o_t,
     end,
+    p_pick,
     outliers,
     chosen_end,
-    ring_start,
-    ring_first,
+    ring_base,
+    ring_wrap,
     ring_slots,
     CHUNK_TOKENS: tl.constexpr,
     SELECTED: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
 ):
-    """The slots of one block of token numbers; of numbers from ``end`` on, anything."""
-    o_t = start + tl.arange(0, BLOCK_TOKENS)
-    o_ring = ring_first + o_t
-    b_slot = ring_start + tl.where(o_ring >= ring_slots, o_ring - ring_slots, o_ring)
+    """The slots of token numbers; of numbers from ``end`` on, anything."""
+    b_slot = ring_base + tl.where(o_t >= ring_wrap, o_t - ring_slots, o_t)
     if SELECTED:
         o_c = o_t - outliers
         m_c = (o_c >= 0) & (o_t < chosen_end) & (o_t < end)
@@ -272,6 +258,18 @@ def _attend_run(
     o_d = tl.arange(0, BLOCK_D)
     m_gd = (o_g[:, None] < GROUP) & (o_d[None, :] < DIM)
     o_heads = (i_head * GROUP + o_g).to(tl.int64)[:, None]
+    # Asked for before the first branch, so that what a program waits for at its start it waits for once.
+    b_q = tl.load(p_q + i_row * q_row_stride + o_heads * q_head_stride + o_d[None, :], mask=m_gd, other=0.0)
+    head_offset = i_head.to(tl.int64) * fact(p_facts, i_row, SLOTS) * DIM
+    p_k = tensor_of(p_address, i_row, K, ELEMENT) + head_offset
+    p_v = tensor_of(p_address, i_row, V, ELEMENT) + head_offset
+    p_pick = p_picks + (i_row * kv_heads + i_head) * picks_width
+    ring_slots = tl.maximum(fact(p_facts, i_row, RING_SLOTS), 1)
+    # At most ring_slots positions are recent, so a position wraps at most once from here on.
+    ring_first = fact(p_facts, i_row, FIRST) % ring_slots - chosen_end
+    ring_base = fact(p_facts, i_row, RING_START) + ring_first
+    ring_wrap = ring_slots - ring_first
+
     p_out_gd = p_out + i_row * out_row_stride + o_heads * out_head_stride + o_d[None, :]
     begin = i_split * run
     end = tl.minimum(begin + run, total)
@@ -280,32 +278,11 @@ def _attend_run(
             tl.store(p_out_gd, tl.zeros([BLOCK_G, BLOCK_D], dtype=ELEMENT), mask=m_gd)
         return
 
-    b_q = tl.load(p_q + i_row * q_row_stride + o_heads * q_head_stride + o_d[None, :], mask=m_gd, other=0.0)
-    head_offset = i_head.to(tl.int64) * fact(p_facts, i_row, SLOTS) * DIM
-    p_k = tensor_of(p_address, i_row, K, ELEMENT) + head_offset
-    p_v = tensor_of(p_address, i_row, V, ELEMENT) + head_offset
-    p_pick = p_picks + (i_row * kv_heads + i_head) * picks_width
-    ring_start = fact(p_facts, i_row, RING_START)
-    ring_slots = tl.maximum(fact(p_facts, i_row, RING_SLOTS), 1)
-    # At most ring_slots positions are recent, so a position wraps at most once from here on.
-    ring_first = fact(p_facts, i_row, FIRST) % ring_slots - chosen_end
-
     b_max = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_G], dtype=tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
-    b_slot = _slots(
-        p_pick,
-        begin,
-        end,
-        outliers,
-        chosen_end,
-        ring_start,
-        ring_first,
-        ring_slots,
-        CHUNK_TOKENS,
-        SELECTED,
-        BLOCK_TOKENS,
-    )
+    o_t = begin + tl.arange(0, BLOCK_TOKENS)
+    b_slot = _slots(o_t, end, p_pick, outliers, chosen_end, ring_base, ring_wrap, ring_slots, CHUNK_TOKENS, SELECTED)
     for start in range(begin, end, BLOCK_TOKENS):
         m_t = start + tl.arange(0, BLOCK_TOKENS) < end
         # Masked, not only weighted with 0: memory that nobody wrote may hold NaN.
@@ -313,19 +290,9 @@ def _attend_run(
         o_td = b_slot.to(tl.int64)[:, None] * DIM + o_d[None, :]
         b_k = tl.load(p_k + o_td, mask=m_td, other=0.0)
         b_v = tl.load(p_v + o_td, mask=m_td, other=0.0)
-        i_next = start + BLOCK_TOKENS
+        o_t = start + BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         b_slot = _slots(
-            p_pick,
-            i_next,
-            end,
-            outliers,
-            chosen_end,
-            ring_start,
-            ring_first,
-            ring_slots,
-            CHUNK_TOKENS,
-            SELECTED,
-            BLOCK_TOKENS,
+            o_t, end, p_pick, outliers, chosen_end, ring_base, ring_wrap, ring_slots, CHUNK_TOKENS, SELECTED
         )
         b_score = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
         b_score = tl.where(m_t[None, :], b_score, float("-inf"))

@@ -9,7 +9,8 @@ from shadowkv.ops.contract.attention import Attention, AttentionCase
 from shadowkv.ops.contract.base import excess
 from shadowkv.ops.contract.rows import RowSpec, Sizes
 from shadowkv.ops.rows import Address, Fact, LayerRows
-from shadowkv.ops.triton.attention import attend, attention_scratch, attention_splits
+from shadowkv.ops.splits import attention_splits
+from shadowkv.ops.triton.attention import attend, attention_scratch
 from tests.conftest import DEVICE
 
 OP = Attention()
