@@ -33,6 +33,8 @@ class ChooseCase:
 
 @dataclass(frozen=True)
 class ChooseInputs:
+    """``tensors``: the rows' own, which their tables point into; of them the STATE is updated."""
+
     case: ChooseCase
     tensors: list[dict[str, Tensor]]
     rows: LayerRows
@@ -133,9 +135,9 @@ class Choose(Op[ChooseCase, ChooseInputs]):
         return self._outputs(inputs)
 
     def reference(self, inputs: ChooseInputs, dtype: torch.dtype) -> Outputs:
-        top_BKGZ, sum_BKGZ = inputs.parts_BKGZ2.unbind(-1)
-        top_BKG1 = top_BKGZ.amax(-1, keepdim=True)
-        total_BKG1 = top_BKG1 + (sum_BKGZ * torch.exp(top_BKGZ - top_BKG1)).sum(-1, keepdim=True).log()
+        top_BKGX, sum_BKGX = inputs.parts_BKGZ2.unbind(-1)
+        top_BKG1 = top_BKGX.amax(-1, keepdim=True)
+        total_BKG1 = top_BKG1 + (sum_BKGX * torch.exp(top_BKGX - top_BKG1)).sum(-1, keepdim=True).log()
         scores_BKC = (inputs.logits_BKGC - total_BKG1).amax(2)
         for row, facts in enumerate(inputs.rows.facts_BI.tolist()):
             self._reference_row(inputs, row, facts, scores_BKC[row, :, : facts[Fact.CHUNKS]])

@@ -17,6 +17,8 @@ PADDING = RowSpec(0, 0, 1, 0, 8)
 
 @dataclass(frozen=True)
 class ScoreCase:
+    """Rows that are scored together, and the width of their logits."""
+
     sizes: Sizes
     rows: tuple[RowSpec, ...]
     spare_width: int = 0
@@ -29,6 +31,8 @@ class ScoreCase:
 
 @dataclass(frozen=True)
 class ScoreInputs:
+    """``tensors``: the rows' own, which their tables point into."""
+
     case: ScoreCase
     tensors: list[dict[str, Tensor]]
     rows: LayerRows

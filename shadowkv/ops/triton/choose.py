@@ -1,12 +1,8 @@
 """From logits to chunks, from chunks to slots, and to the list of slots to attend to: one program a KV head.
 
 Design. Nothing is sorted. Scores become int32 keys of the same order, which stay in registers, and the best k
-of them are those above a threshold, which is found by splitting the interval between the lowest and the highest
-key in three: a round counts the keys above two thresholds in one reduction over the block (both counts in the
-halves of an int32, which the hardware adds in one instruction a warp), and the search ends as soon as a
-threshold leaves exactly k. Of keys equal to the last threshold the lowest ids are taken. The same search finds
-which misses are fetched and whose slots they get. Lists come from ranks in a mask: keys lie as a matrix whose rows
-are consecutive ids, so that a rank is a scan inside few threads and one over the rows.
+of them are found by searching for their threshold (``search``). The same search finds which misses are fetched
+and whose slots they get. Lists come from ranks in a mask.
 
 More chunks than LANES do not fit into registers. There every lane keeps the largest of its keys: the k-th largest
 of those maxima bounds the k-th largest key from below, and what lies above it is few: at most k keys per key of a
@@ -20,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shadowkv.errors import ShapeError
 from shadowkv.ops import select
 from shadowkv.ops.rows import LayerRows, Selection
 from shadowkv.ops.triton.rows import (
@@ -37,66 +34,21 @@ from shadowkv.ops.triton.rows import (
     fact,
     tensor_of,
 )
+from shadowkv.ops.triton.search import LOWEST, best, bounds, rank, threshold
 
 LANES = 16384
 """Keys in registers at most: 16 a thread at 32 warps. Selections of more than some 1,800 chunks from more than
 that take twice as many."""
+MOST_LANES = 65536
+"""Counts are halves of an int32."""
 KEYS_PER_THREAD = 16
 """Decides on the number of warps, between the bounds below."""
 LEAST_WARPS = 4
 MOST_WARPS = 32
 
 EMPTY = tl.constexpr(select.EMPTY)
-LOWEST = tl.constexpr(-(2**31))
-"""The key of what cannot be chosen."""
-HIGHEST = tl.constexpr(2**31 - 1)
 COLUMNS = 4
 """Least consecutive ids in a row of the matrix of keys: vectors of 16 bytes."""
-
-
-@triton.jit
-def _rank(b_x_XX):
-    """Sums of all entries before each one, row by row."""
-    b_row_X = tl.sum(b_x_XX, axis=1)
-    b_before_X = tl.cumsum(b_row_X, axis=0) - b_row_X
-    return b_before_X[:, None] + tl.cumsum(b_x_XX, axis=1) - b_x_XX
-
-
-@triton.jit
-def _threshold(b_key_XX, count, low, held):
-    """A key that ``held`` keys reach, of which ``above`` exceed it: held is ``count``, or only above is less.
-
-    ``low`` is a key that ``held`` keys reach, at least ``count``.
-    """
-    low = low.to(tl.int64)
-    high = tl.max(b_key_XX).to(tl.int64)
-    above = held * 0
-    while (low < high) & (held != count):
-        third = low + (high - low + 2) // 3
-        two_thirds = low + (2 * (high - low) + 2) // 3
-        b_over_XX = (b_key_XX >= third.to(tl.int32)).to(tl.int32)
-        b_over_XX += (b_key_XX >= two_thirds.to(tl.int32)).to(tl.int32) << 16
-        counts = tl.sum(b_over_XX)
-        many = counts & 0xFFFF
-        few = (counts >> 16) & 0xFFFF
-        upper = few >= count
-        middle = many >= count
-        low = tl.where(upper, two_thirds, tl.where(middle, third, low))
-        held = tl.where(upper, few, tl.where(middle, many, held))
-        above = tl.where(upper, above, tl.where(middle, few, many))
-        high = tl.where(upper, high, tl.where(middle, two_thirds - 1, third - 1))
-    return low.to(tl.int32), held, above
-
-
-@triton.jit
-def _best(b_key_XX, count, low, held):
-    """Which keys are the ``count`` largest, ties to the first."""
-    low, held, above = _threshold(b_key_XX, count, low, held)
-    m_best_XX = b_key_XX >= low
-    if held != count:
-        m_tie_XX = b_key_XX == low
-        m_best_XX = (b_key_XX > low) | (m_tie_XX & (_rank(m_tie_XX.to(tl.int32)) < count - above))
-    return m_best_XX, low
 
 
 @triton.jit
@@ -104,36 +56,36 @@ def _log_total(p_part, splits, stride_pg, stride_pz, GROUP: tl.constexpr, BLOCK_
     """The log-sum-exp of every query head, from its parts."""
     o_g = tl.arange(0, BLOCK_G).to(tl.int64)
     o_z = tl.arange(0, BLOCK_Z).to(tl.int64)
-    m_GZ = (o_g < GROUP)[:, None] & (o_z < splits)[None, :]
-    p_GZ = p_part + o_g[:, None] * stride_pg + o_z[None, :] * stride_pz
-    b_top_GZ = tl.load(p_GZ, mask=m_GZ, other=float("-inf"))
-    b_sum_GZ = tl.load(p_GZ + 1, mask=m_GZ, other=0.0)
-    b_top_G = tl.max(b_top_GZ, axis=1)
+    m_GX = (o_g < GROUP)[:, None] & (o_z < splits)[None, :]
+    p_GX = p_part + o_g[:, None] * stride_pg + o_z[None, :] * stride_pz
+    b_top_GX = tl.load(p_GX, mask=m_GX, other=float("-inf"))
+    b_sum_GX = tl.load(p_GX + 1, mask=m_GX, other=0.0)
+    b_top_G = tl.max(b_top_GX, axis=1)
     b_base_G = tl.where(b_top_G == float("-inf"), 0.0, b_top_G)
-    return b_base_G + tl.log(tl.sum(b_sum_GZ * tl.exp(b_top_GZ - b_base_G[:, None]), axis=1))
+    b_sum_G = tl.sum(b_sum_GX * tl.exp(b_top_GX - b_base_G[:, None]), axis=1)
+    return b_base_G + tl.log(tl.where(o_g < GROUP, b_sum_G, 1.0))
 
 
 @triton.jit
-def _keys(p_logits, stride_lg, b_total_G, o_c_XX, m_XX, GROUP: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Keys in the order of scores: the maximum over the group of logit - log-sum-exp."""
+def _keys(p_logits, stride_lg, b_total_G, o_c_XX, m_read_XX, m_XX, GROUP: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Keys in the order of scores: the maximum over the group of logit - log-sum-exp; LOWEST outside ``m``."""
     o_g = tl.arange(0, BLOCK_G)
     b_score_XX = tl.full(o_c_XX.shape, float("-inf"), tl.float32)
     p_logit_XX = p_logits + o_c_XX
     for g in tl.static_range(GROUP):
         total = tl.sum(tl.where(o_g == g, b_total_G, 0.0), axis=0)
-        b_logit_XX = tl.load(p_logit_XX + g * stride_lg, mask=m_XX, other=float("-inf"))
+        b_logit_XX = tl.load(p_logit_XX + g * stride_lg, mask=m_read_XX, other=float("-inf"))
         b_score_XX = tl.maximum(b_score_XX, b_logit_XX - total)
     b_score_XX = tl.where(b_score_XX == 0.0, 0.0, b_score_XX)  # -0.0 and 0.0 are equal and have one key
     b_bits_XX = b_score_XX.to(tl.int32, bitcast=True)
     b_key_XX = b_bits_XX ^ ((b_bits_XX >> 31) & 0x7FFFFFFF)
-    return tl.where(b_score_XX > float("-inf"), b_key_XX, LOWEST)
+    return tl.where(m_XX & (b_score_XX > float("-inf")), b_key_XX, LOWEST)
 
 
 @triton.jit
-def _bounds(b_key_XX):
-    """The lowest key that can be chosen, and how many can."""
-    m_XX = b_key_XX != LOWEST
-    return tl.min(tl.where(m_XX, b_key_XX, HIGHEST)), tl.sum(m_XX.to(tl.int32))
+def _readable(o_c_XX, chunks, width):
+    """Chunks whose logits are read, the row's and up to 3 more, so that a vector is read or not as one."""
+    return (o_c_XX < (chunks + 3) // 4 * 4) & (o_c_XX < width)
 
 
 @triton.jit
@@ -142,6 +94,7 @@ def _shortlist(
     stride_lg,
     b_total_G,
     p_keys,
+    width,
     chunks,
     count,
     GROUP: tl.constexpr,
@@ -154,11 +107,12 @@ def _shortlist(
     b_top_XX = tl.full([ROWS, COLS], LOWEST, tl.int32)
     for start in range(0, chunks, ROWS * COLS):
         o_c_XX = start + o_lane_XX
-        b_key_XX = _keys(p_logits, stride_lg, b_total_G, o_c_XX, o_c_XX < chunks, GROUP, BLOCK_G)
+        m_read_XX = _readable(o_c_XX, chunks, width)
+        b_key_XX = _keys(p_logits, stride_lg, b_total_G, o_c_XX, m_read_XX, o_c_XX < chunks, GROUP, BLOCK_G)
         tl.store(p_keys + o_c_XX, b_key_XX, mask=o_c_XX < chunks)
         b_top_XX = tl.maximum(b_top_XX, b_key_XX)
-    low, held = _bounds(b_top_XX)
-    low, _, _ = _threshold(b_top_XX, count, low, held)
+    low, held = bounds(b_top_XX)
+    low, _, _ = threshold(b_top_XX, count, low, held)
     tl.debug_barrier()
     listed = count * 0
     ties = count * 0
@@ -166,9 +120,9 @@ def _shortlist(
         o_c_XX = start + o_lane_XX
         b_key_XX = tl.load(p_keys + o_c_XX, mask=o_c_XX < chunks, other=LOWEST)
         b_tie_XX = (b_key_XX == low).to(tl.int32)
-        m_keep_XX = (b_key_XX > low) | ((b_tie_XX > 0) & (ties + _rank(b_tie_XX) < count))
+        m_keep_XX = (b_key_XX > low) | ((b_tie_XX > 0) & (ties + rank(b_tie_XX) < count))
         b_keep_XX = m_keep_XX.to(tl.int32)
-        o_list_XX = listed + _rank(b_keep_XX)  # never beyond the keys that were read
+        o_list_XX = listed + rank(b_keep_XX)  # never beyond the keys that were read
         tl.debug_barrier()
         tl.store(p_keys + o_list_XX, o_c_XX, mask=m_keep_XX)
         listed += tl.sum(b_keep_XX)
@@ -199,6 +153,7 @@ def _choose_kernel(
     stride_kb,
     stride_kk,
     stride_out,
+    width,
     splits,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -241,16 +196,20 @@ def _choose_kernel(
     o_XX = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     if SHORTLIST:
         p_list = p_keys + i_row * stride_kb + i_head * stride_kk
-        listed = _shortlist(p_logits, stride_lg, b_total_G, p_list, chunks, count, GROUP, BLOCK_G, LANE_ROWS, LANE_COLS)
+        listed = _shortlist(
+            p_logits, stride_lg, b_total_G, p_list, width, chunks, count, GROUP, BLOCK_G, LANE_ROWS, LANE_COLS
+        )
         b_id_XX = tl.load(p_list + o_XX, mask=o_XX < listed, other=0)
         m_XX = o_XX < listed
+        m_read_XX = m_XX
     else:
         b_id_XX = o_XX
         m_XX = o_XX < chunks
-    b_key_XX = _keys(p_logits, stride_lg, b_total_G, b_id_XX, m_XX, GROUP, BLOCK_G)
-    low, held = _bounds(b_key_XX)
+        m_read_XX = _readable(o_XX, chunks, width)
+    b_key_XX = _keys(p_logits, stride_lg, b_total_G, b_id_XX, m_read_XX, m_XX, GROUP, BLOCK_G)
+    low, held = bounds(b_key_XX)
     count = tl.minimum(count, held)  # fewer than were asked for only where logits are NaN
-    m_best_XX, low = _best(b_key_XX, count, low, held)
+    m_best_XX, low = best(b_key_XX, count, low, held)
 
     # Which of them are missing, and which of those are fetched: now, or after attention.
     b_slot_XX = tl.load(p_slot_of + b_id_XX, mask=m_best_XX, other=EMPTY)
@@ -265,13 +224,13 @@ def _choose_kernel(
     if now < misses:
         b_missing_XX = tl.where(m_fetch_XX, b_key_XX, LOWEST)
         if now > 0:
-            m_now_XX, _ = _best(b_missing_XX, now, low, misses)
+            m_now_XX, _ = best(b_missing_XX, now, low, misses)
         else:
             m_now_XX = tl.zeros([ROWS, COLS], tl.int1)
         m_fetch_XX = m_now_XX
         if late > 0:
-            m_fetch_XX, _ = _best(b_missing_XX, now + late, low, misses)
-    b_both_XX = _rank(m_now_XX.to(tl.int32) + ((m_fetch_XX & ~m_now_XX).to(tl.int32) << 16))
+            m_fetch_XX, _ = best(b_missing_XX, now + late, low, misses)
+    b_both_XX = rank(m_now_XX.to(tl.int32) + ((m_fetch_XX & ~m_now_XX).to(tl.int32) << 16))
     o_fetch_XX = tl.where(m_now_XX, b_both_XX & 0xFFFF, now + (b_both_XX >> 16))
     tl.store(p_chunk + o_fetch_XX, b_id_XX, mask=m_fetch_XX)
 
@@ -285,9 +244,9 @@ def _choose_kernel(
     fetched = now + late
     if fetched > 0:
         b_age_XX = tl.where(b_used_XX != step, ~b_used_XX, LOWEST)  # largest where used longest ago
-        youngest, free = _bounds(b_age_XX)
-        m_victim_XX, _ = _best(b_age_XX, fetched, youngest, free)
-    b_rank_XX = _rank(m_victim_XX.to(tl.int32))
+        youngest, free = bounds(b_age_XX)
+        m_victim_XX, _ = best(b_age_XX, fetched, youngest, free)
+    b_rank_XX = rank(m_victim_XX.to(tl.int32))
     b_new_XX = tl.load(p_chunk + b_rank_XX, mask=m_victim_XX, other=EMPTY)
     tl.debug_barrier()  # everyone has read the old state
     tl.store(p_slot + b_rank_XX, o_slot_XX, mask=m_victim_XX)
@@ -301,7 +260,7 @@ def _choose_kernel(
     # What is attended: a late chunk's slot still holds what it held.
     m_there_XX = b_held_XX >= 0 if ATTEND_RESIDENT else m_slot_XX & (b_used_XX == step)
     b_attend_XX = (m_there_XX | (m_victim_XX & (b_rank_XX < now))).to(tl.int32)
-    tl.store(p_attend + _rank(b_attend_XX), o_slot_XX, mask=b_attend_XX > 0)
+    tl.store(p_attend + rank(b_attend_XX), o_slot_XX, mask=b_attend_XX > 0)
     tl.store(p_attend_count + i_out, tl.sum(b_attend_XX))
     tl.store(p_fetch_count + 2 * i_out, now)
     tl.store(p_fetch_count + 2 * i_out + 1, late)
@@ -339,9 +298,13 @@ def choose_chunks(
     or get one now, otherwise those of chosen chunks. Resident sets and counters are updated. Rows that select
     nothing get counts of 0.
 
-    Shapes: logits [B, K, G, C] float32, -inf where a chunk cannot be chosen, read up to a row's chunks; parts
+    Shapes: logits [B, K, G, C] float32, -inf where a chunk cannot be chosen, of any value beyond a row's chunks (a C
+    that is a multiple of 16 is read fastest); parts
     [B, K, G, Z, 2] float32: maximum and sum of exp(logit - maximum) of any split of the chunks; keys [B, K, C]
     int32 is scratch memory, used where C is more than LANES. ``out`` is contiguous.
+
+    Raises:
+        ShapeError: so many chunks and slots that they cannot be counted.
     """
     batch, kv_heads, group, width = logits_BKGC.shape
     splits, most_slots = parts_BKGZ2.shape[3], out.attend_BKP.shape[2]
@@ -352,6 +315,11 @@ def choose_chunks(
     while block > lanes:
         lanes *= 2
         block = _listed_at_most(width, most_slots, lanes)
+    if lanes > MOST_LANES:
+        raise ShapeError(
+            f"{most_slots} of {width} chunks: choosing takes {lanes} keys at a time, and at most {MOST_LANES} can be "
+            "counted; use larger chunks or a smaller resident set"
+        )
     slots = triton.next_power_of_2(max(most_slots, 16))
     warps = min(max(max(lanes if shortlist else block, slots) // (32 * KEYS_PER_THREAD), LEAST_WARPS), MOST_WARPS)
     block_rows, block_columns = _matrix(block, warps)
@@ -372,6 +340,7 @@ def choose_chunks(
         *parts_BKGZ2.stride()[:4],
         *keys_BKC.stride()[:2],
         most_slots,
+        width,
         splits,
         GROUP=group,
         BLOCK_G=triton.next_power_of_2(group),

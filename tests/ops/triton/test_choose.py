@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shadowkv.errors import ShapeError
 from shadowkv.ops.contract.base import excess
 from shadowkv.ops.contract.choose import STATE, UNSET, Choose, ChooseCase, ChooseInputs
 from shadowkv.ops.contract.rows import RowSpec
@@ -99,6 +100,13 @@ def test_nan_logits_touch_no_foreign_memory(device):
     assert torch.equal(
         got.tensors[0]["SLOT_OF_CHUNK"], OP.make(case, device, torch.float32).tensors[0]["SLOT_OF_CHUNK"]
     )
+
+
+def test_too_much_to_be_counted(device, monkeypatch):
+    monkeypatch.setattr(choose, "LANES", 16)
+    monkeypatch.setattr(choose, "MOST_LANES", 32)
+    with pytest.raises(ShapeError, match="64 of 150 chunks"):
+        OP.run(OP.make(OP.cases()[3], device, torch.float32))
 
 
 def _lists(out: Selection) -> tuple[torch.Tensor, ...]:
