@@ -4,6 +4,7 @@ The same arithmetic as ``cache.shadowkv``, for all rows at once. Values cross th
 while keys are rebuilt; what is fetched late is for the next step and has the rest of this one to arrive in.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,7 +51,8 @@ def step_regions(
     regions += attention_regions(geometry, max_rows, most_attended(exact, capacity_tokens))
     if not exact.compressible(capacity_tokens):
         return regions
-    chunks, slots = -(-capacity_tokens // config.chunk_tokens), config.resident_chunks
+    chunks = -(-capacity_tokens // (16 * config.chunk_tokens)) * 16  # rows of logits begin where vectors can
+    slots = config.resident_chunks
     group = geometry.heads // k
     regions += [
         Region("logits", "step", (b, k, group, chunks), torch.float32),
@@ -225,5 +227,6 @@ def join_by_kernels(cache: "ShadowKVCache", leaving: Sequence[Leaving]) -> None:
         g.head_dim,
         g.dtype,
         joining.most,
+        rank_multiple=math.gcd(16, *cache.ranks),
     )
     cache.index.join(joining, g, size)

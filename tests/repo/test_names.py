@@ -30,6 +30,7 @@ LEGEND = {
 
 LOCAL = {
     "E": "slots of the exact region",
+    "I": "facts of a row",
     "O": "outliers of one KV head",
     "Q": "queries of one KV head, G*T",
     "X": "width of all keys together, K*D; any axis in code that serves several",
