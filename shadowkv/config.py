@@ -129,8 +129,8 @@ class ShadowKVConfig(MethodSettings):
             at_least("dense_tokens", self.dense_tokens, 0)
             if self.dense_tokens and not self.exact_while_fits:
                 raise ConfigError(
-                    f"dense_tokens is {self.dense_tokens} and exact_while_fits is False; one keeps short sequences exact, "
-                    "the other compresses them"
+                    f"dense_tokens is {self.dense_tokens} and exact_while_fits is False; one keeps short sequences "
+                    "exact, the other compresses them"
                 )
         one_of("attend", self.attend, ("selected", "resident"))
         one_of("value_store", self.value_store, ("host", "device"))

@@ -12,7 +12,14 @@ from shadowkv.config import CacheConfig, SamplingParams, ShadowKVConfig
 from shadowkv.context import Context, Progress, Prompt, Stream, as_list
 from shadowkv.engine.engine import Engine, KeptContext
 from shadowkv.engine.memory import Memory, find_memory
-from shadowkv.engine.placement import choose_plan, find_device, has_kernels, make_arenas, make_steps, parse_dtype
+from shadowkv.engine.placement import (
+    choose_plan,
+    find_device,
+    make_arenas,
+    make_steps,
+    measured_bandwidth,
+    parse_dtype,
+)
 from shadowkv.engine.plan import Plan
 from shadowkv.engine.request import Request, RequestOutput, StreamChunk
 from shadowkv.engine.runner import Runner
@@ -64,14 +71,15 @@ class LLM:
         max_batch: int = 64,
         progress: Progress | None = None,
     ) -> None:
-        config = cache if cache is not None else ShadowKVConfig()
+        config: CacheConfig = cache if cache is not None else ShadowKVConfig()
         files = locate(model, adapter)
         spec = load_spec(files)
         where = find_device(device)
         chosen_dtype = resolve_dtype(spec, where, parse_dtype(dtype))
         memory = find_memory(where, device_memory_bytes, host_memory_bytes)
-        plan = choose_plan(
-            spec, config, chosen_dtype, memory, max_context_tokens, max_batch, kernels=has_kernels(where)
+        bandwidth = measured_bandwidth(where)
+        plan, config = choose_plan(
+            spec, config, chosen_dtype, memory, max_context_tokens, max_batch, bandwidth=bandwidth
         )
         tokenizer = Tokenizer.load(files.path)
         on_weights = _stage(progress, "loading weights")
@@ -117,9 +125,9 @@ class LLM:
         memory = find_memory(self.decoder.device, None, None)
         weights = self.plan.weight_bytes  # are there already, and are counted by the plan once more
         memory = Memory(memory.device_bytes + weights, memory.host_bytes, memory.shared)
-        kernels, dtype = has_kernels(self.decoder.device), self.decoder.dtype
-        plan = choose_plan(
-            self.spec, cache, dtype, memory, self.max_context_tokens, self._max_batch, kernels=kernels
+        bandwidth, dtype = measured_bandwidth(self.decoder.device), self.decoder.dtype
+        plan, cache = choose_plan(
+            self.spec, cache, dtype, memory, self.max_context_tokens, self._max_batch, bandwidth=bandwidth
         )
         other = LLM.__new__(LLM)
         other._max_batch = self._max_batch

@@ -16,7 +16,9 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 def open_llm(device, config=SPARSE, device_bytes=64 << 20) -> LLM:
     decoder = tiny_decoder(device)
-    plan = choose_plan(decoder.spec, config, decoder.dtype, Memory(device_bytes, 64 << 20), 2048, 4, kernels=False)
+    plan, config = choose_plan(
+        decoder.spec, config, decoder.dtype, Memory(device_bytes, 64 << 20), 2048, 4, bandwidth=None
+    )
     llm = LLM.__new__(LLM)
     llm._max_batch = 4
     llm._build(decoder, Letters(), config, plan, None)

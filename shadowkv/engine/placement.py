@@ -1,6 +1,7 @@
 """Where a model runs, in which precision, and which plan and memory it gets there."""
 
 import logging
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -8,7 +9,8 @@ import torch
 
 from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Cache
-from shadowkv.config import CacheConfig
+from shadowkv.config import CacheConfig, ShadowKVConfig
+from shadowkv.engine.choices import dense_tokens, device_bandwidth, with_larger_resident_sets
 from shadowkv.engine.graphs import StepRunner
 from shadowkv.engine.memory import Memory
 from shadowkv.engine.plan import Plan, make_plan, require_fit
@@ -63,32 +65,70 @@ def choose_plan(
     max_context_tokens: int | None,
     max_batch: int,
     *,
-    kernels: bool,
-) -> Plan:
-    """The plan for the context that was asked for, or for the longest that fits, halving from the model's."""
+    bandwidth: float | None,
+) -> tuple[Plan, CacheConfig]:
+    """The plan for the context that was asked for, or for the longest that fits, halving from the model's; and the
+    settings with what they left open decided.
+
+    Args:
+        bandwidth: of the device's memory in bytes a second, where decoding runs by kernels; else None.
+    """
     if max_batch < 1:
         raise ConfigError(f"max_batch is {max_batch}; it must be at least 1")
-    context = max_context_tokens if max_context_tokens is not None else spec.context_tokens
-    while True:
-        plan = make_plan(
+
+    def plan_for(settings: CacheConfig, context_tokens: int) -> Plan:
+        return make_plan(
             spec,
-            config,
+            settings,
             dtype=dtype,
-            context_tokens=context,
+            context_tokens=context_tokens,
             output_tokens=0,
             memory=memory,
             max_batch=max_batch,
-            kernels=kernels,
+            kernels=bandwidth is not None,
         )
+
+    context = max_context_tokens if max_context_tokens is not None else spec.context_tokens
+    while True:
+        plan = plan_for(config, context)
         if plan.batch or max_context_tokens is not None or context // 2 < SMALLEST_CONTEXT_TOKENS:
             require_fit(plan)
-            return plan
+            break
         context //= 2
+    if not isinstance(config, ShadowKVConfig) or bandwidth is None:
+        return plan, config
+    for larger in with_larger_resident_sets(config):
+        if (roomy := plan_for(larger, context)).batch == plan.batch:
+            plan, config = roomy, larger
+            break
+    if config.dense_tokens is None and config.exact_while_fits:
+        limit = min(dense_tokens(spec.geometry(dtype), config, max_batch, bandwidth), context)
+        config = replace(config, dense_tokens=limit)
+        # A whole sequence takes more of the device: only where no request has to wait for that.
+        while plan_for(config, limit).batch < max_batch and limit > SMALLEST_CONTEXT_TOKENS:
+            limit //= 2
+            config = replace(config, dense_tokens=limit)
+        whole_bytes = max_batch * plan_for(config, limit).chosen.sequence_device_bytes
+        plan = plan_for(config, context)
+        plan = replace(plan, device_arena_bytes=max(plan.device_arena_bytes, whole_bytes), note=_whole_note(limit))
+    return plan, config
+
+
+def _whole_note(limit: int) -> str:
+    return (
+        f"sequences of up to {limit:,} tokens, answer included, stay on the device and are attended densely, which is "
+        "faster there; longer ones are compressed"
+    )
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether decoding runs by kernels on this device."""
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+def measured_bandwidth(device: torch.device) -> float | None:
+    """Of the device's memory, in bytes a second; None where decoding does not run by kernels."""
+    return device_bandwidth(device) if has_kernels(device) else None
 
 
 def make_steps(decoder: Decoder, cache: Cache[Any, Any], max_rows: int, capacity_tokens: int) -> StepRunner | None:
@@ -107,6 +147,5 @@ def make_steps(decoder: Decoder, cache: Cache[Any, Any], max_rows: int, capacity
 
 def make_arenas(plan: Plan, device: torch.device) -> tuple[Arena, Arena]:
     """Memory for as many of the longest sequences as the plan has."""
-    on_device = plan.batch * plan.chosen.sequence_device_bytes
     on_host = plan.batch * plan.chosen.sequence_host_bytes
-    return Arena(on_device, device), Arena(on_host, "cpu", pinned=device.type == "cuda")
+    return Arena(plan.device_arena_bytes, device), Arena(on_host, "cpu", pinned=device.type == "cuda")

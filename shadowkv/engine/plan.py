@@ -84,6 +84,8 @@ class Plan:
     batch: int
     weight_bytes: int
     activation_bytes: int
+    device_arena_bytes: int
+    """What is allocated for sequences on the device."""
     memory: Memory
     chosen: MethodPlan
     full: MethodPlan
@@ -237,6 +239,7 @@ def make_plan(
         batch=batch,
         weight_bytes=weights,
         activation_bytes=activations,
+        device_arena_bytes=batch * chosen.sequence_device_bytes,
         memory=memory,
         chosen=chosen,
         full=full,

@@ -122,13 +122,16 @@ def test_the_table_stays_in_place_until_it_is_full(device):
     table = rope.table
     for i in range(FIRST_ROWS):
         assert rope.row(10 + i) == i
-    assert rope.table.inv_freq_XF is table.inv_freq_XF and len(table.factor_X) == FIRST_ROWS
+    assert rope.table.inv_freq_XF is table.inv_freq_XF
+    assert len(table.factor_X) == FIRST_ROWS
     assert rope.row(99) == FIRST_ROWS
     grown = rope.table
     assert torch.equal(grown.inv_freq_XF[:FIRST_ROWS], table.inv_freq_XF)
     assert torch.equal(grown.inv_freq_XF[FIRST_ROWS], frequencies(16, 9900.0).to(device))
-    assert not grown.inv_freq_XF[FIRST_ROWS + 1 :].any() and not grown.factor_X[FIRST_ROWS + 1 :].any()
-    assert len(grown.factor_X) == 2 * FIRST_ROWS and (grown.interleaved, grown.rotary_dim) == (False, 16)
+    assert not grown.inv_freq_XF[FIRST_ROWS + 1 :].any()
+    assert not grown.factor_X[FIRST_ROWS + 1 :].any()
+    assert len(grown.factor_X) == 2 * FIRST_ROWS
+    assert (grown.interleaved, grown.rotary_dim) == (False, 16)
 
 
 def test_rows_may_be_added_in_and_out_of_inference_mode(device):
