@@ -2,14 +2,16 @@
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from shadowkv.bench.ceilings import Ceilings
 from shadowkv.bench.decode import Declined, Job, Row, decode_method, with_speedups
 from shadowkv.cache.arena import Arena
-from shadowkv.config import CacheConfig
+from shadowkv.cache.base import Geometry
+from shadowkv.config import CacheConfig, ShadowKVConfig
+from shadowkv.engine.choices import dense_tokens
 from shadowkv.engine.memory import Memory
 from shadowkv.engine.plan import Plan, make_plan
 from shadowkv.errors import CapacityError
@@ -40,12 +42,13 @@ def plan_runs(
     dtype: torch.dtype,
     memory: Memory,
     *,
-    kernels: bool,
+    bandwidth: float | None,
 ) -> list[Planned]:
     """The plan of every method at every length, method by method within a length.
 
     Args:
-        kernels: whether decoding runs by kernels (see :func:`make_plan`).
+        bandwidth: of the device's memory in bytes a second, where decoding runs by kernels. With a batch it
+            decides which contexts ShadowKV keeps whole, where ``dense_tokens`` leaves that open.
 
     Raises:
         RequestError: a length is beyond what the model computes.
@@ -55,24 +58,35 @@ def plan_runs(
     runs = [
         Planned(
             name,
-            config,
+            settings,
             make_plan(
                 spec,
-                config,
+                settings,
                 dtype=dtype,
                 context_tokens=context,
                 output_tokens=job.output_tokens,
                 memory=memory,
                 max_batch=job.batch,
-                kernels=kernels,
+                kernels=bandwidth is not None,
             ),
         )
         for context in contexts
         for name, config in methods.items()
+        for settings in [_decided(config, spec.geometry(dtype), context + job.output_tokens, job.batch, bandwidth)]
     ]
     if not any(run.plan.batch for run in runs):
         raise CapacityError(_too_little(runs[0].plan))
     return runs
+
+
+def _decided(
+    config: CacheConfig, geometry: Geometry, capacity_tokens: int, batch: int | None, bandwidth: float | None
+) -> CacheConfig:
+    """ShadowKV's settings, with or without the context kept whole as the engine would decide."""
+    if not isinstance(config, ShadowKVConfig) or config.dense_tokens is not None or batch is None or bandwidth is None:
+        return config
+    whole = capacity_tokens <= dense_tokens(geometry, config, batch, bandwidth)
+    return replace(config, dense_tokens=capacity_tokens) if whole else config
 
 
 def _too_little(plan: Plan) -> str:

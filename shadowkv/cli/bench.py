@@ -198,7 +198,7 @@ def decode(
     from shadowkv.bench.geometries import geometry_spec
     from shadowkv.bench.synthetic import RANDOM_PROMPTS, RANDOM_WEIGHTS
     from shadowkv.engine.memory import find_memory
-    from shadowkv.engine.placement import find_device, has_kernels, parse_dtype
+    from shadowkv.engine.placement import find_device, measured_bandwidth, parse_dtype
     from shadowkv.eval.provenance import Provenance
     from shadowkv.models.load import load_spec, resolve_dtype
     from shadowkv.models.locate import locate
@@ -209,7 +209,7 @@ def decode(
     kind = resolve_dtype(spec, where, parse_dtype(settings.dtype))
     job = _job(settings, spec, files, trace)
     memory = find_memory(where, settings.gpu_memory_bytes, settings.host_memory_bytes)
-    runs = suite.plan_runs(spec, configs, contexts, job, kind, memory, kernels=has_kernels(where))
+    runs = suite.plan_runs(spec, configs, contexts, job, kind, memory, bandwidth=measured_bandwidth(where))
     made = Provenance.here(where)
     labels = [RANDOM_WEIGHTS] if files is None else []
     if job.prompt is not None and settings.text is None:

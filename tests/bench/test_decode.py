@@ -34,7 +34,7 @@ def decoder() -> Decoder:
 
 
 def run(decoder: Decoder, methods: dict[str, CacheConfig], job: Job, memory: Memory = ROOM) -> list[Decoded | Declined]:
-    runs = plan_runs(SPEC, methods, [1024], job, torch.float32, memory, kernels=False)
+    runs = plan_runs(SPEC, methods, [1024], job, torch.float32, memory, bandwidth=None)
     return decode_all(decoder, runs, job, H200, ["random weights"], lambda *_: None)
 
 
@@ -129,7 +129,7 @@ def test_prompts_start_at_different_places() -> None:
 
 def test_as_many_as_fit_and_what_does_not(decoder: Decoder) -> None:
     # Full attention needs 0.5 MB a sequence; ShadowKV, on the device, less.
-    fixed = plan_runs(SPEC, {"full": FullConfig()}, [1024], QUICK, torch.float32, ROOM, kernels=False)[0].plan
+    fixed = plan_runs(SPEC, {"full": FullConfig()}, [1024], QUICK, torch.float32, ROOM, bandwidth=None)[0].plan
     room = fixed.weight_bytes + fixed.activation_bytes + 500_000
     rows = run(decoder, {"full": FullConfig(), "shadowkv": SPARSE}, QUICK, Memory(room, 4 << 20))
     assert isinstance(rows[0], Declined)
@@ -141,7 +141,7 @@ def test_as_many_as_fit_and_what_does_not(decoder: Decoder) -> None:
 
 def test_host_memory_is_allocated_once_for_the_largest_run() -> None:
     runs = plan_runs(
-        SPEC, {"full": FullConfig(), "shadowkv": SPARSE}, [1024, 2048], QUICK, torch.float32, ROOM, kernels=False
+        SPEC, {"full": FullConfig(), "shadowkv": SPARSE}, [1024, 2048], QUICK, torch.float32, ROOM, bandwidth=None
     )
     assert host_bytes(runs, QUICK) == 2 * max(run.plan.chosen.sequence_host_bytes for run in runs)
 
