@@ -18,7 +18,7 @@ from shadowkv.cache.shadowkv_layout import ExactRegion
 from shadowkv.cache.step import DecodeStep, addresses, as_row, attention_regions, table_regions
 from shadowkv.config import ShadowKVConfig
 from shadowkv.ops.rows import Address, Fact, LayerRows, Selection
-from shadowkv.ops.splits import score_splits
+from shadowkv.ops.splits import choose_width, score_splits
 
 if TYPE_CHECKING:
     from shadowkv.cache.shadowkv import ShadowKVCache, ShadowSequence
@@ -57,7 +57,7 @@ def step_regions(
     regions += [
         Region("logits", "step", (b, k, group, chunks), torch.float32),
         Region("parts", "step", (b, k, group, score_splits(chunks), 2), torch.float32),
-        Region("keys", "step", (b, k, chunks), torch.int32),
+        Region("keys", "step", (b, k, choose_width(chunks)), torch.int32),
     ]
     for i in range(geometry.layers if config.late_fetch_chunks else 1):
         regions += [
@@ -115,7 +115,9 @@ class ShadowStep(DecodeStep):
         logits, parts = self._first(q_BND.shape[0], "logits", "parts")
         self.cache.index.score(rows, q_BND, logits, parts)
         (keys,) = self._first(q_BND.shape[0], "keys")
-        choose_chunks(rows, logits, parts, keys, selection, attend_resident=self.cache.config.attend == "resident")
+        whole = self.cache.config.attend == "resident"
+        most = self.cache.config.resident_chunks if whole else self.cache.config.budget_chunks
+        choose_chunks(rows, logits, parts, keys, selection, most=most, attend_resident=whole)
         self._fetch(layer, rows, selection, late=False)
         return selection
 

@@ -14,6 +14,8 @@ from torch import Tensor
 GOLDEN = 0.6180339887498949
 LOGIT_STEPS = 64
 """Neighbours on the circle differ by the inverse of this: exact in float32 on a circle of 2**24 places."""
+OUT_OF_REACH = 1e30
+"""A log-sum-exp beside which every logit is nothing."""
 SHARES = 1024
 """Chunks that are new in a step are given in this fraction of a chunk."""
 

@@ -8,7 +8,7 @@ MIN_SPLIT_TOKENS = 256
 """Shorter runs of attention do not pay for filling their load pipeline and for merging."""
 MAX_SPLIT_TOKENS = 2048
 """Longer ones leave SMs idle at the end."""
-SCORE_SPLIT_CHUNKS = 256
+SCORE_SPLIT_CHUNKS = 512
 """Chunks that one program of the landmark kernel scores."""
 
 
@@ -28,3 +28,21 @@ def most_attention_runs(max_batch: int, kv_heads: int, max_tokens: int) -> int:
 def score_splits(chunks: int) -> int:
     """Runs into which the chunks of a (row, KV head) are divided when they are scored."""
     return -(-chunks // SCORE_SPLIT_CHUNKS)
+
+
+MOST_KEPT = 1 << 15
+"""Keys that choosing searches at a time, at most."""
+RUN_CHUNKS = (16, 8, 4)
+
+
+def run_chunks(most: int) -> int:
+    """Chunks in a run of which choosing looks at the largest key first, when it chooses at most ``most``."""
+    for chunks in RUN_CHUNKS:
+        if most * chunks <= MOST_KEPT:
+            return chunks
+    return RUN_CHUNKS[-1]
+
+
+def choose_width(chunks: int) -> int:
+    """Scratch integers of a (row, KV head) for choosing among so many chunks: their keys, and the largest of runs."""
+    return chunks + -(-chunks // RUN_CHUNKS[-1])

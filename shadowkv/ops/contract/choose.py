@@ -9,6 +9,7 @@ from shadowkv.ops.contract.base import Op, Outputs, Traffic
 from shadowkv.ops.contract.rows import RowSpec, Sizes, make_rows
 from shadowkv.ops.rows import Fact, LayerRows, Selection
 from shadowkv.ops.select import EMPTY, OUTLIER, ResidentSet, top_chunks, update_resident
+from shadowkv.ops.splits import choose_width
 
 STATE = ("RESIDENT_IDS", "LAST_USED", "SLOT_OF_CHUNK", "COUNTERS")
 UNSET = -7
@@ -40,7 +41,7 @@ class ChooseInputs:
     rows: LayerRows
     logits_BKGC: Tensor
     parts_BKGZ2: Tensor
-    keys_BKC: Tensor
+    keys_BKX: Tensor
     out: Selection
 
 
@@ -84,7 +85,7 @@ class Choose(Op[ChooseCase, ChooseInputs]):
         ]
 
     def bench_cases(self) -> list[ChooseCase]:
-        shapes = ((1, 7_500), (8, 7_500), (8, 15_300), (50, 7_500), (50, 15_300), (1, 131_000))
+        shapes = ((1, 7_504), (8, 7_504), (8, 15_312), (50, 7_504), (50, 15_312), (1, 131_008))
         return [
             ChooseCase((_row(chunks, 256, resident, cap, late, 48),) * batch, 8, 4, resident > 256, 1 << 20, splits=16)
             for batch, chunks in shapes
@@ -117,7 +118,7 @@ class Choose(Op[ChooseCase, ChooseInputs]):
         lists = (torch.full((batch, kv_heads, most), UNSET, dtype=torch.int32, device=device) for _ in range(3))
         attend, chunk, slot = lists
         out = Selection(attend, attend[..., 0].clone(), chunk, slot, attend.new_full((batch, kv_heads, 2), UNSET))
-        keys = torch.full((batch, kv_heads, width), UNSET, dtype=torch.int32, device=device)
+        keys = torch.full((batch, kv_heads, choose_width(width)), UNSET, dtype=torch.int32, device=device)
         return ChooseInputs(case, tensors, rows, logits, parts.to(device), keys, out)
 
     def run(self, inputs: ChooseInputs) -> Outputs:
@@ -128,8 +129,9 @@ class Choose(Op[ChooseCase, ChooseInputs]):
             inputs.rows,
             inputs.logits_BKGC,
             inputs.parts_BKGZ2,
-            inputs.keys_BKC,
+            inputs.keys_BKX,
             inputs.out,
+            most=max(row.select for row in inputs.case.rows) or 1,
             attend_resident=attend_resident,
         )
         return self._outputs(inputs)

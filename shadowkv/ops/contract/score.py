@@ -11,6 +11,7 @@ from shadowkv.ops.contract.base import Op, Outputs, Traffic
 from shadowkv.ops.contract.rows import RowSpec, Sizes, make_rows
 from shadowkv.ops.rows import LayerRows
 from shadowkv.ops.select import OUTLIER
+from shadowkv.ops.splits import SCORE_SPLIT_CHUNKS, score_splits
 
 PADDING = RowSpec(0, 0, 1, 0, 8)
 
@@ -65,7 +66,7 @@ class Score(Op[ScoreCase, ScoreInputs]):
 
     def bench_cases(self) -> list[ScoreCase]:
         sizes = Sizes(8, 4, 128, 8, 160)
-        shapes = ((1, 7_500), (8, 7_500), (8, 15_300), (16, 15_300), (1, 131_000))
+        shapes = ((1, 7_504), (8, 7_504), (8, 15_312), (16, 15_312), (1, 131_008))
         return [ScoreCase(sizes, (_row(chunks, 48),) * batch) for batch, chunks in shapes]
 
     def make(self, case: ScoreCase, device: torch.device, dtype: torch.dtype, seed: int = 0) -> ScoreInputs:
@@ -87,16 +88,12 @@ class Score(Op[ScoreCase, ScoreInputs]):
 
     def outputs(self, inputs: ScoreInputs) -> tuple[Tensor, Tensor]:
         """Room for logits and parts, poisoned."""
-        from shadowkv.ops.triton.score import splits_of
-
         case, device = inputs.case, inputs.q_BND.device
         shape = (len(case.rows), case.sizes.kv_heads, case.sizes.group)
         logits = torch.full((*shape, case.width), torch.nan, device=device)
-        return logits, torch.full((*shape, splits_of(case.width), 2), torch.nan, device=device)
+        return logits, torch.full((*shape, score_splits(case.width), 2), torch.nan, device=device)
 
     def reference(self, inputs: ScoreInputs, dtype: torch.dtype) -> Outputs:
-        from shadowkv.ops.triton.score import SPLIT
-
         logits, parts = (x.to(torch.float64 if dtype == torch.float64 else torch.float32) for x in self.outputs(inputs))
         logits.fill_(-torch.inf)
         kv_heads, group, dim = inputs.case.sizes.kv_heads, inputs.case.sizes.group, inputs.case.sizes.head_dim
@@ -109,7 +106,7 @@ class Score(Op[ScoreCase, ScoreInputs]):
             found_KGC = found_KXC[:, :group]
             outlier_KC = inputs.tensors[row]["SLOT_OF_CHUNK"][:, : spec.chunks] == OUTLIER
             logits[row, :, :, : spec.chunks] = found_KGC.masked_fill(outlier_KC[:, None], -torch.inf)
-        for z, part in enumerate(torch.split(logits, SPLIT, dim=3)):
+        for z, part in enumerate(torch.split(logits, SCORE_SPLIT_CHUNKS, dim=3)):
             parts[..., z, 0] = part.amax(3)
             base = parts[..., z, :1].clamp_min(torch.finfo(torch.float32).min)
             parts[..., z, 1] = torch.exp(part - base).sum(3)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shadowkv.ops.contract.base import Op, Outputs, Traffic
 from shadowkv.ops.rows import Fact
-from shadowkv.ops.sliding import Circle, new_chunks, sliding_logits
+from shadowkv.ops.sliding import OUT_OF_REACH, Circle, new_chunks, sliding_logits
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,12 @@ class OverwriteLogits(Op[SlidingCase, SlidingInputs]):
             if not chunks:
                 continue
             made_KC = sliding_logits(circle, case.kv_heads, chunks, case.step, new, logits_BKGC.device)
-            own_KGC = logits_BKGC[row, :, :, :chunks]
-            own_KGC.copy_(torch.where(own_KGC.isfinite(), made_KC[:, None], own_KGC))
+            own_KC = logits_BKGC[row, :, 0, :chunks]
+            own_KC.copy_(torch.where(own_KC.isfinite(), made_KC, own_KC))
             parts_BKGZ2[row, ..., 0], parts_BKGZ2[row, ..., 1] = -torch.inf, 0
-            parts_BKGZ2[row, :, :, 0, 0], parts_BKGZ2[row, :, :, 0, 1] = 0, 1
+            parts_BKGZ2[row, :, :, 0, 0], parts_BKGZ2[row, :, :, 0, 1] = OUT_OF_REACH, 1
+            parts_BKGZ2[row, :, 0, 0, 0] = 0
         return {"logits": logits_BKGC, "parts": parts_BKGZ2}
 
     def traffic(self, case: SlidingCase, dtype: torch.dtype) -> Traffic:
-        return Traffic(8 * sum(case.chunks) * case.kv_heads * case.group)
+        return Traffic(8 * sum(case.chunks) * case.kv_heads)

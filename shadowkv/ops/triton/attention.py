@@ -54,7 +54,7 @@ from shadowkv.ops.triton.rows import (
 BLOCK_BYTES = 16384
 """Keys of one step of the loop; with the values twice that is in flight per stage."""
 NUM_WARPS = 4
-NUM_STAGES = 4
+NUM_STAGES = 3
 MERGE_SPLITS = 32
 """Partial results that a merging program has in flight."""
 MERGE_WARPS = 4

@@ -1,15 +1,13 @@
-"""From logits to chunks, from chunks to slots, and to the list of slots to attend to: one program a KV head.
+"""From logits to chunks, from chunks to slots, and to the list of slots to attend to.
 
-Design. Nothing is sorted. Scores become int32 keys of the same order, which stay in registers, and the best k
-of them are found by searching for their threshold (``search``). The same search finds which misses are fetched
-and whose slots they get. Lists come from ranks in a mask.
+Design. Nothing is sorted. Scores become int32 keys of the same order (a wide kernel: every SM reads its share of
+the logits), with the largest key of every run of SPAN chunks behind them. Then one program a KV head: the best k keys
+are members of the k runs with the largest maxima (of equal maxima the first), so that it looks at the maxima and
+at k runs only. The best k of a block are those above a threshold, found by counting (``search``). The same search
+finds which misses are fetched and whose slots they get, and lists come from ranks in a mask.
 
-More chunks than LANES do not fit into registers. There every lane keeps the largest of its keys: the k-th largest
-of those maxima bounds the k-th largest key from below, and what lies above it is few: at most k keys per key of a
-lane, and k ties. These are listed in scratch memory and chosen from as above.
-
-Predicted: a round is 0.15 us, ten rounds a search; 2 to 3 searches of that, 1 us for logits (120 KB a program at
-7,500 chunks and G = 4), 2 us of dependent loads, 1 us of scans: 6 to 8 us, whatever the batch up to 132 programs.
+History. One program that read all logits itself took 29 us at 7,500 chunks and 58 us at 15,300 (8 rows, H200): its
+time grew with the chunks, not with the rows. So the reading is spread, and what one program searches is small.
 """
 
 import triton
@@ -19,6 +17,7 @@ from torch import Tensor
 from shadowkv.errors import ShapeError
 from shadowkv.ops import select
 from shadowkv.ops.rows import LayerRows, Selection
+from shadowkv.ops.splits import choose_width, run_chunks
 from shadowkv.ops.triton.rows import (
     CAP,
     CHUNK_CAPACITY,
@@ -34,15 +33,14 @@ from shadowkv.ops.triton.rows import (
     fact,
     tensor_of,
 )
-from shadowkv.ops.triton.search import LOWEST, best, bounds, rank, threshold
+from shadowkv.ops.triton.search import LOWEST, best, bounds, rank
 
-LANES = 16384
-"""Keys in registers at most: 16 a thread at 32 warps. Selections of more than some 1,800 chunks from more than
-that take twice as many."""
-MOST_LANES = 65536
-"""Counts are halves of an int32."""
-KEYS_PER_THREAD = 16
-"""Decides on the number of warps, between the bounds below."""
+TILE_KEYS = 1024
+"""Keys that one program of the first kernel makes."""
+TILE_WARPS = 4
+KEYS_PER_THREAD = 8
+"""Decides on the number of warps of the second kernel, between the bounds below: a round of its searches costs a
+barrier of all of them."""
 LEAST_WARPS = 4
 MOST_WARPS = 32
 
@@ -89,60 +87,11 @@ def _readable(o_c_XX, chunks, width):
 
 
 @triton.jit
-def _shortlist(
-    p_logits,
-    stride_lg,
-    b_total_G,
-    p_keys,
-    width,
-    chunks,
-    count,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Leaves in ``p_keys`` the ids, ascending, of chunks that all of the best ``count`` are among: how many."""
-    o_lane_XX = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    b_top_XX = tl.full([ROWS, COLS], LOWEST, tl.int32)
-    for start in range(0, chunks, ROWS * COLS):
-        o_c_XX = start + o_lane_XX
-        m_read_XX = _readable(o_c_XX, chunks, width)
-        b_key_XX = _keys(p_logits, stride_lg, b_total_G, o_c_XX, m_read_XX, o_c_XX < chunks, GROUP, BLOCK_G)
-        tl.store(p_keys + o_c_XX, b_key_XX, mask=o_c_XX < chunks)
-        b_top_XX = tl.maximum(b_top_XX, b_key_XX)
-    low, held = bounds(b_top_XX)
-    low, _, _ = threshold(b_top_XX, count, low, held)
-    tl.debug_barrier()
-    listed = count * 0
-    ties = count * 0
-    for start in range(0, chunks, ROWS * COLS):
-        o_c_XX = start + o_lane_XX
-        b_key_XX = tl.load(p_keys + o_c_XX, mask=o_c_XX < chunks, other=LOWEST)
-        b_tie_XX = (b_key_XX == low).to(tl.int32)
-        m_keep_XX = (b_key_XX > low) | ((b_tie_XX > 0) & (ties + rank(b_tie_XX) < count))
-        b_keep_XX = m_keep_XX.to(tl.int32)
-        o_list_XX = listed + rank(b_keep_XX)  # never beyond the keys that were read
-        tl.debug_barrier()
-        tl.store(p_keys + o_list_XX, o_c_XX, mask=m_keep_XX)
-        listed += tl.sum(b_keep_XX)
-        ties += tl.sum(b_tie_XX)
-    tl.debug_barrier()
-    return listed
-
-
-@triton.jit
-def _choose_kernel(
-    p_address,
+def _choose_keys(
     p_facts,
     p_logits,
     p_parts,
     p_keys,
-    p_attend,
-    p_attend_count,
-    p_chunk,
-    p_slot,
-    p_fetch_count,
     stride_lb,
     stride_lk,
     stride_lg,
@@ -152,17 +101,51 @@ def _choose_kernel(
     stride_pz,
     stride_kb,
     stride_kk,
-    stride_out,
     width,
     splits,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_Z: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    SHORTLIST: tl.constexpr,
-    LANE_ROWS: tl.constexpr,
-    LANE_COLS: tl.constexpr,
+    RUNS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """The keys of RUNS runs of SPAN chunks, and behind all keys the largest of every run."""
+    i_tile = tl.program_id(0)
+    i_head = tl.program_id(1).to(tl.int64)
+    i_row = tl.program_id(2).to(tl.int64)
+    chunks = fact(p_facts, i_row, CHUNKS)
+    if (fact(p_facts, i_row, SELECT) <= 0) | (i_tile * RUNS * SPAN >= chunks):
+        return
+    p_part = p_parts + i_row * stride_pb + i_head * stride_pk
+    b_total_G = _log_total(p_part, splits, stride_pg, stride_pz, GROUP, BLOCK_G, BLOCK_Z)
+    o_run = i_tile * RUNS + tl.arange(0, RUNS)
+    o_c_XX = o_run[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    m_read_XX = _readable(o_c_XX, chunks, width)
+    p_logits += i_row * stride_lb + i_head * stride_lk
+    b_key_XX = _keys(p_logits, stride_lg, b_total_G, o_c_XX, m_read_XX, o_c_XX < chunks, GROUP, BLOCK_G)
+    p_keys += i_row * stride_kb + i_head * stride_kk
+    tl.store(p_keys + o_c_XX, b_key_XX, mask=o_c_XX < width)
+    tl.store(p_keys + width + o_run, tl.max(b_key_XX, axis=1), mask=o_run * SPAN < chunks)
+
+
+@triton.jit
+def _choose_kernel(
+    p_address,
+    p_facts,
+    p_keys,
+    p_attend,
+    p_attend_count,
+    p_chunk,
+    p_slot,
+    p_fetch_count,
+    stride_kb,
+    stride_kk,
+    stride_out,
+    width,
+    SPAN: tl.constexpr,
+    RUN_ROWS: tl.constexpr,
+    RUN_COLS: tl.constexpr,
+    KEPT_RUNS: tl.constexpr,
     SLOT_ROWS: tl.constexpr,
     SLOT_COLS: tl.constexpr,
     ATTEND_RESIDENT: tl.constexpr,
@@ -189,27 +172,25 @@ def _choose_kernel(
     p_chunk += i_out * stride_out
     p_slot += i_out * stride_out
 
-    # Which chunks.
-    p_logits += i_row * stride_lb + i_head * stride_lk
-    p_part = p_parts + i_row * stride_pb + i_head * stride_pk
-    b_total_G = _log_total(p_part, splits, stride_pg, stride_pz, GROUP, BLOCK_G, BLOCK_Z)
-    o_XX = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    if SHORTLIST:
-        p_list = p_keys + i_row * stride_kb + i_head * stride_kk
-        listed = _shortlist(
-            p_logits, stride_lg, b_total_G, p_list, width, chunks, count, GROUP, BLOCK_G, LANE_ROWS, LANE_COLS
-        )
-        b_id_XX = tl.load(p_list + o_XX, mask=o_XX < listed, other=0)
-        m_XX = o_XX < listed
-        m_read_XX = m_XX
-    else:
-        b_id_XX = o_XX
-        m_XX = o_XX < chunks
-        m_read_XX = _readable(o_XX, chunks, width)
-    b_key_XX = _keys(p_logits, stride_lg, b_total_G, b_id_XX, m_read_XX, m_XX, GROUP, BLOCK_G)
-    low, held = bounds(b_key_XX)
+    # Which chunks: none but members of the runs with the ``count`` largest maxima, of equals the first.
+    p_keys += i_row * stride_kb + i_head * stride_kk
+    o_run_XX = tl.arange(0, RUN_ROWS)[:, None] * RUN_COLS + tl.arange(0, RUN_COLS)[None, :]
+    b_top_XX = tl.load(p_keys + width + o_run_XX, mask=o_run_XX * SPAN < chunks, other=LOWEST)
+    low, held = bounds(b_top_XX)
+    kept = tl.minimum(count, held)
+    m_kept_XX, low = best(b_top_XX, kept, low, held)
+    tl.store(p_chunk + rank(m_kept_XX.to(tl.int32)), o_run_XX, mask=m_kept_XX)
+    tl.debug_barrier()
+    o_kept = tl.arange(0, KEPT_RUNS)
+    b_run = tl.load(p_chunk + o_kept, mask=o_kept < kept, other=0)
+    b_id_XX = b_run[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    m_XX = (o_kept < kept)[:, None] & (b_id_XX < chunks)
+    b_key_XX = tl.load(p_keys + b_id_XX, mask=m_XX, other=LOWEST)
+    low = tl.where(kept == count, low, LOWEST + 1)  # with fewer runs than chunks to choose, maxima bound nothing
+    held = tl.sum((b_key_XX >= low).to(tl.int32))
     count = tl.minimum(count, held)  # fewer than were asked for only where logits are NaN
     m_best_XX, low = best(b_key_XX, count, low, held)
+    tl.debug_barrier()  # the list of runs has been read by all
 
     # Which of them are missing, and which of those are fetched: now, or after attention.
     b_slot_XX = tl.load(p_slot_of + b_id_XX, mask=m_best_XX, other=EMPTY)
@@ -226,7 +207,7 @@ def _choose_kernel(
         if now > 0:
             m_now_XX, _ = best(b_missing_XX, now, low, misses)
         else:
-            m_now_XX = tl.zeros([ROWS, COLS], tl.int1)
+            m_now_XX = tl.zeros([KEPT_RUNS, SPAN], tl.int1)
         m_fetch_XX = m_now_XX
         if late > 0:
             m_fetch_XX, _ = best(b_missing_XX, now + late, low, misses)
@@ -276,19 +257,14 @@ def _matrix(keys: int, warps: int) -> tuple[int, int]:
     return keys // columns, columns
 
 
-def _listed_at_most(chunks: int, select: int, lanes: int) -> int:
-    """Room for the shortlist: all keys of so many lanes as there are chunks to select, and as many ties."""
-    most: int = triton.next_power_of_2(select * (triton.cdiv(chunks, lanes) + 1))
-    return most
-
-
 def choose_chunks(
     rows: LayerRows,
     logits_BKGC: Tensor,
     parts_BKGZ2: Tensor,
-    keys_BKC: Tensor,
+    keys_BKX: Tensor,
     out: Selection,
     *,
+    most: int,
     attend_resident: bool,
 ) -> None:
     """Choose every row's best chunks, give those that are missing slots, and list what to attend to.
@@ -299,57 +275,62 @@ def choose_chunks(
     nothing get counts of 0.
 
     Shapes: logits [B, K, G, C] float32, -inf where a chunk cannot be chosen, of any value beyond a row's chunks (a C
-    that is a multiple of 16 is read fastest); parts
-    [B, K, G, Z, 2] float32: maximum and sum of exp(logit - maximum) of any split of the chunks; keys [B, K, C]
-    int32 is scratch memory, used where C is more than LANES. ``out`` is contiguous.
+    that is a multiple of 16 is read fastest); parts [B, K, G, Z, 2] float32: maximum and sum of
+    exp(logit - maximum) of any split of the chunks; keys [B, K, ``ops.splits.choose_width(C)``] int32 is scratch
+    memory. ``out`` is contiguous.
+
+    Args:
+        most: the most chunks that any row selects; no row selects more than it has slots.
 
     Raises:
         ShapeError: so many chunks and slots that they cannot be counted.
     """
     batch, kv_heads, group, width = logits_BKGC.shape
     splits, most_slots = parts_BKGZ2.shape[3], out.attend_BKP.shape[2]
-    block, lanes = triton.next_power_of_2(max(width, 16)), LANES
-    shortlist = block > lanes
-    if shortlist:
-        block = _listed_at_most(width, most_slots, lanes)
-    while block > lanes:
-        lanes *= 2
-        block = _listed_at_most(width, most_slots, lanes)
-    if lanes > MOST_LANES:
-        raise ShapeError(
-            f"{most_slots} of {width} chunks: choosing takes {lanes} keys at a time, and at most {MOST_LANES} can be "
-            "counted; use larger chunks or a smaller resident set"
-        )
+    assert keys_BKX.shape[2] >= choose_width(width)
+    span = run_chunks(most)
+    runs = triton.next_power_of_2(max(triton.cdiv(width, span), 16))
+    kept = min(triton.next_power_of_2(most), runs)
+    if max(kept * span, runs, most_slots) >= 1 << 16:
+        raise ShapeError(f"{most} of {width} chunks per KV head, {most_slots} slots: choosing counts to {1 << 16}")
     slots = triton.next_power_of_2(max(most_slots, 16))
-    warps = min(max(max(lanes if shortlist else block, slots) // (32 * KEYS_PER_THREAD), LEAST_WARPS), MOST_WARPS)
-    block_rows, block_columns = _matrix(block, warps)
-    lane_rows, lane_columns = _matrix(lanes, warps)
+    largest = max(kept * span, runs, slots)
+    warps = min(max(triton.next_power_of_2(largest // (32 * KEYS_PER_THREAD)), LEAST_WARPS), MOST_WARPS)
+    run_rows, run_columns = _matrix(runs, warps)
     slot_rows, slot_columns = _matrix(slots, warps)
-    _choose_kernel[(kv_heads, batch)](
-        rows.address_BX,
+    _choose_keys[(triton.cdiv(width, TILE_KEYS), kv_heads, batch)](
         rows.facts_BI,
         logits_BKGC,
         parts_BKGZ2,
-        keys_BKC,
-        out.attend_BKP,
-        out.attend_count_BK,
-        out.fetch_chunk_BKP,
-        out.fetch_slot_BKP,
-        out.fetch_count_BK2,
+        keys_BKX,
         *logits_BKGC.stride()[:3],
         *parts_BKGZ2.stride()[:4],
-        *keys_BKC.stride()[:2],
-        most_slots,
+        *keys_BKX.stride()[:2],
         width,
         splits,
         GROUP=group,
         BLOCK_G=triton.next_power_of_2(group),
         BLOCK_Z=triton.next_power_of_2(splits),
-        ROWS=block_rows,
-        COLS=block_columns,
-        SHORTLIST=shortlist,
-        LANE_ROWS=lane_rows,
-        LANE_COLS=lane_columns,
+        RUNS=TILE_KEYS // span,
+        SPAN=span,
+        num_warps=TILE_WARPS,
+    )
+    _choose_kernel[(kv_heads, batch)](
+        rows.address_BX,
+        rows.facts_BI,
+        keys_BKX,
+        out.attend_BKP,
+        out.attend_count_BK,
+        out.fetch_chunk_BKP,
+        out.fetch_slot_BKP,
+        out.fetch_count_BK2,
+        *keys_BKX.stride()[:2],
+        most_slots,
+        width,
+        SPAN=span,
+        RUN_ROWS=run_rows,
+        RUN_COLS=run_columns,
+        KEPT_RUNS=kept,
         SLOT_ROWS=slot_rows,
         SLOT_COLS=slot_columns,
         ATTEND_RESIDENT=attend_resident,

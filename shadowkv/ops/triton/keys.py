@@ -25,13 +25,13 @@ from shadowkv.ops.rows import LayerRows, Selection
 from shadowkv.ops.triton import rows as tr
 from shadowkv.ops.triton.angles import cos_sin
 
-BLOCK_TOKENS = 64
+BLOCK_TOKENS = 32
 """Tokens per tile, a power of two from 16 on."""
 BLOCK_RANK = 32
 """Directions per product: 64 bytes of a coefficient row at a time in 16 bits; divides the usual ranks."""
 TARGET_PROGRAMS = 528
 """Four per multiprocessor of an H200: lists are split until there are about so many programs."""
-NUM_WARPS = 8
+NUM_WARPS = 4
 """With 4 the accumulators of heads 128 wide take all 255 registers, and some spill."""
 NUM_STAGES = 3
 

@@ -1,8 +1,8 @@
 """How much every query head wants every chunk: the query times all landmarks, and the parts of its softmax.
 
 Design. The landmarks are read once; everything else is small beside them (logits 4 G bytes a chunk, 6 % at G = 4
-and D = 128 in bf16). A program takes SPLIT chunks of one KV head, in tiles of about TILE_BYTES that are loaded
-ahead, and multiplies each tile with the group's queries on the tensor cores: their other side is padded to 16,
+and D = 128 in bf16). A program takes SCORE_SPLIT_CHUNKS chunks of one KV head, in tiles of about TILE_BYTES that are
+loaded ahead, and multiplies each tile with the group's queries on the tensor cores: their other side is padded to 16,
 which costs nothing, since the kernel waits for memory. The softmax is not finished here: a split leaves its
 maximum and its sum of exponentials, and whoever chooses puts the parts together. Maximum and sum are kept per
 position in the tile, so that nothing is reduced over the block before the end.
@@ -11,17 +11,15 @@ Predicted: 8 rows of 60K tokens (8 KV heads, 7,500 chunks, D = 128, bf16): 123 M
 2 MB of slots, 0.5 GFLOP: 31 us at 4.3 TB/s, with 960 programs on 132 SMs.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops import select
 from shadowkv.ops.rows import LayerRows
+from shadowkv.ops.splits import SCORE_SPLIT_CHUNKS, score_splits
 from shadowkv.ops.triton.rows import CHUNK_CAPACITY, CHUNKS, ELEMENT, LANDMARKS, SLOT_OF_CHUNK, fact, tensor_of
 
-SPLIT = 512
-"""Chunks a program; a power of two. Callers allocate ``splits_of`` parts."""
 TILE_BYTES = 32768
 """Landmarks that are multiplied at a time."""
 MOST_CHUNKS = 128
@@ -31,11 +29,6 @@ NUM_STAGES = 3
 """Tiles in flight in a program."""
 
 OUTLIER = tl.constexpr(select.OUTLIER)
-
-
-def splits_of(chunks: int) -> int:
-    """How many parts the softmax over this many chunks (the width of the logits) is left in."""
-    return -(-chunks // SPLIT)
 
 
 @triton.jit
@@ -65,7 +58,7 @@ def _score_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     i_split = tl.program_id(0)
     i_head = tl.program_id(1).to(tl.int64)
@@ -94,12 +87,23 @@ def _score_kernel(
     for start in tl.range(first, tl.minimum(first + SPLIT, chunks), BLOCK_C, num_stages=STAGES):
         o_c = start + tl.arange(0, BLOCK_C)
         m_c = o_c < chunks
-        p_tile_CD = p_landmarks + (o_c.to(tl.int64)[:, None] * D + o_d[None, :])
-        if ALIGNED:
-            p_tile_CD = tl.multiple_of(p_tile_CD, [16, 16])
-        b_tile_CD = tl.load(p_tile_CD, mask=m_c[:, None] & (o_d[None, :] < D), other=0.0)
         b_slot_C = tl.load(p_slot_of + o_c, mask=m_c, other=OUTLIER)
-        b_logits_CG = tl.dot(b_tile_CD, b_q_DG, input_precision=PRECISION) * scale
+        if tl.float32 == DTYPE:  # sums of short pieces err less than one long sum
+            b_logits_CG = tl.zeros([BLOCK_C, BLOCK_G], tl.float32)
+            for first_d in tl.static_range(0, BLOCK_D, PIECE):
+                o_e = first_d + tl.arange(0, PIECE)
+                p_tile_CE = p_landmarks + (o_c.to(tl.int64)[:, None] * D + o_e[None, :])
+                b_tile_CE = tl.load(p_tile_CE, mask=m_c[:, None] & (o_e[None, :] < D), other=0.0)
+                p_q_EG = p_q + i_row * stride_qb + o_n[None, :] * stride_qn + o_e[:, None]
+                b_q_EG = tl.load(p_q_EG, mask=(o_e[:, None] < D) & m_g[None, :], other=0.0)
+                b_logits_CG += tl.dot(b_tile_CE, b_q_EG, input_precision="ieee")
+        else:
+            p_tile_CD = p_landmarks + (o_c.to(tl.int64)[:, None] * D + o_d[None, :])
+            if ALIGNED:
+                p_tile_CD = tl.multiple_of(p_tile_CD, [16, 16])
+            b_tile_CD = tl.load(p_tile_CD, mask=m_c[:, None] & (o_d[None, :] < D), other=0.0)
+            b_logits_CG = tl.dot(b_tile_CD, b_q_DG)
+        b_logits_CG = b_logits_CG * scale
         b_logits_CG = tl.where((b_slot_C != OUTLIER)[:, None], b_logits_CG, float("-inf"))
         tl.store(p_logits_G + o_c[:, None], b_logits_CG, mask=(o_c < width)[:, None] & m_g[None, :])
         b_new_CG = tl.maximum(b_top_CG, b_logits_CG)
@@ -117,18 +121,18 @@ def score_landmarks(rows: LayerRows, q_BND: Tensor, logits_BKGC: Tensor, parts_B
     """Logits q . landmark / sqrt(D) of every row's chunks, and the softmax's parts.
 
     ``logits`` is -inf for outliers, and from a row's last chunk to the end of that tile; beyond, it stays as it is.
-    ``parts`` holds the maximum and the sum of exp(logit - maximum) of SPLIT chunks each, (-inf, 0) where there
-    are none.
+    ``parts`` holds the maximum and the sum of exp(logit - maximum) of SCORE_SPLIT_CHUNKS chunks each, (-inf, 0)
+    where there are none.
 
     Shapes: q [B, N, D] in the landmarks' dtype; logits [B, K, G, C] float32 with C at least every row's chunks
-    (a multiple of 16 is written fastest); parts [B, K, G, Z, 2] float32 with Z = ``splits_of(C)``. Last axes
-    are contiguous.
+    (a multiple of 16 is written fastest); parts [B, K, G, Z, 2] float32 with Z = ``score_splits(C)`` of ``ops.splits``.
+    Last axes are contiguous.
     """
     batch, kv_heads, group, width = logits_BKGC.shape
     dim, element = q_BND.shape[2], q_BND.element_size()
     block_d = max(triton.next_power_of_2(dim), 16)
-    block_c = min(max(TILE_BYTES // (block_d * element), 16), MOST_CHUNKS, SPLIT)
-    _score_kernel[(splits_of(width), kv_heads, batch)](
+    block_c = min(max(TILE_BYTES // (block_d * element), 16), MOST_CHUNKS, SCORE_SPLIT_CHUNKS)
+    _score_kernel[(score_splits(width), kv_heads, batch)](
         rows.address_BX,
         rows.facts_BI,
         q_BND,
@@ -143,12 +147,12 @@ def score_landmarks(rows: LayerRows, q_BND: Tensor, logits_BKGC: Tensor, parts_B
         GROUP=group,
         D=dim,
         DTYPE=ELEMENT[q_BND.dtype],
-        SPLIT=SPLIT,
+        SPLIT=SCORE_SPLIT_CHUNKS,
         BLOCK_C=block_c,
         BLOCK_D=block_d,
         BLOCK_G=max(triton.next_power_of_2(group), 16),
         STAGES=NUM_STAGES,
         ALIGNED=dim * element % 16 == 0,
-        PRECISION="ieee" if q_BND.dtype == torch.float32 else None,
+        PIECE=32,
         num_warps=NUM_WARPS,
     )

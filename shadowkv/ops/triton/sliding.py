@@ -2,11 +2,11 @@
 
 Design: elementwise, one program per block of chunks, KV head and row; -inf (outliers) stays, since what may be
 selected is not ours to change. The number of the step is a fact of the row, so a captured step can be replayed.
-The log-sum-exps by split are set to those of a constant: a score is then the logit itself, and all query heads
-agree.
+Only the first query head of a group is given them. The log-sum-exps by split are set to 0 for it, so that a score is
+the logit itself, and to OUT_OF_REACH for the others, whose logits then never are the group's maximum.
 
-Predicted: reads and writes the float32 logits once: for 14 rows of 15,616 chunks, 32 heads, 56 MB, 13 us at
-4.3 TB/s. It is extra work of the benchmark and counts in its step, not in a model's.
+Predicted: reads and writes a quarter of the float32 logits (G = 4): for 14 rows of 15,616 chunks 14 MB, 4 us. It is
+extra work of the benchmark and counts in its step, not in a model's.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.sliding import LOGIT_STEPS, SHARES, Circle
+from shadowkv.ops.sliding import LOGIT_STEPS, OUT_OF_REACH, SHARES, Circle
 from shadowkv.ops.triton.rows import CHUNKS, STEP, fact
 
 BLOCK_CHUNKS = 1024
@@ -22,6 +22,7 @@ NUM_WARPS = 4
 
 _LOGIT_STEPS = tl.constexpr(float(LOGIT_STEPS))
 _SHARES = tl.constexpr(SHARES)
+_OUT_OF_REACH = tl.constexpr(OUT_OF_REACH)
 
 
 @triton.jit
@@ -46,27 +47,27 @@ def _overwrite_logits(
         moved = step * new_per_1024 * places // (chunks.to(tl.int64) * _SHARES)
         o_chunk = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
         m_chunk = o_chunk < chunks
-        place = (o_chunk.to(tl.int64) + head * (places // 4 + 1)) * stride
-        distance = (place + moved) & (places - 1)  # places is a power of two
+        # int32 may overflow: places is a power of two, and what is asked for is a remainder by it.
+        place = (o_chunk + head * (places // 4 + 1)) * stride
+        distance = (place + (moved & (places - 1)).to(tl.int32)) & (places - 1)
         logit = -distance.to(tl.float32) / _LOGIT_STEPS
         pair = row.to(tl.int64) * KV_HEADS + head
-        for i_query in range(GROUP):
-            at = (pair * GROUP + i_query) * capacity + o_chunk
-            old = tl.load(p_logits + at, mask=m_chunk, other=float("-inf"))
-            tl.store(p_logits + at, logit, mask=m_chunk & (old > float("-inf")))
+        at = pair * GROUP * capacity + o_chunk
+        old = tl.load(p_logits + at, mask=m_chunk, other=float("-inf"))
+        tl.store(p_logits + at, logit, mask=m_chunk & (old > float("-inf")))
         if i_block == 0:
             o_split = tl.arange(0, BLOCK_Z)
             m_split = o_split < splits
-            top = tl.where(o_split == 0, 0.0, float("-inf"))
             total = tl.where(o_split == 0, 1.0, 0.0)
             for i_query in range(GROUP):
+                top = tl.where(o_split == 0, tl.where(i_query == 0, 0.0, _OUT_OF_REACH), float("-inf"))
                 at = ((pair * GROUP + i_query) * splits + o_split) * 2
                 tl.store(p_parts + at, top, mask=m_split)
                 tl.store(p_parts + at + 1, total, mask=m_split)
 
 
 def overwrite_logits(logits_BKGC: Tensor, parts_BKGZ2: Tensor, facts_BI: Tensor, new_per_1024: int) -> None:
-    """Put the logits of :func:`shadowkv.ops.sliding.sliding_logits` where there are finite ones, in place.
+    """Put the scores of :func:`shadowkv.ops.sliding.sliding_logits` where there are finite logits, in place.
 
     Shapes: logits [B, K, G, C], parts [B, K, G, Z, 2], both float32 and contiguous; facts of ``ops.rows``.
     Rows without chunks, and entries beyond a row's chunks, are left as they are.

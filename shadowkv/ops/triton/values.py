@@ -24,6 +24,7 @@ PROGRAMS = 32
 TILE_BYTES = 8192
 """What a program asks for at a time (and has twice in flight): 4 chunks of 2 KiB, 8 of 1 KiB."""
 NUM_WARPS = 8
+CACHE = ""
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def _locate(
 def _fetch_values(
     p_address, p_facts, p_fetch_chunk, p_fetch_slot, p_fetch_count, entries, kv_heads, pairs,
     ELEMENT: tl.constexpr, LATE: tl.constexpr, SIZE: tl.constexpr, L: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, ITEMS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    PART: tl.constexpr, ITEMS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     o_pair = tl.arange(0, BLOCK_PAIRS)
     count = tl.load(p_fetch_count + o_pair * 2 + (1 if LATE else 0), mask=o_pair < pairs, other=0)
@@ -78,7 +79,7 @@ def _fetch_values(
         ELEMENT, LATE, SIZE, L, PARTS, PART,
     )  # fmt: skip
     m_tile = m_item[:, None] & (part[:, None] + o_e < SIZE)
-    tile = tl.load(p_source[:, None] + o_e, mask=m_tile, other=0.0, eviction_policy="evict_first")
+    tile = tl.load(p_source[:, None] + o_e, mask=m_tile, other=0.0, eviction_policy="evict_first", cache_modifier=CACHE)
     step = tl.num_programs(0) * ITEMS
     for following in range(begin + step, total + step, step):
         i_item = following + tl.arange(0, ITEMS)
@@ -87,7 +88,7 @@ def _fetch_values(
             kv_heads, ELEMENT, LATE, SIZE, L, PARTS, PART,
         )  # fmt: skip
         m_next = m_item[:, None] & (part[:, None] + o_e < SIZE)
-        next_tile = tl.load(p_next[:, None] + o_e, mask=m_next, other=0.0, eviction_policy="evict_first")
+        next_tile = tl.load(p_next[:, None] + o_e, mask=m_next, other=0.0, eviction_policy="evict_first", cache_modifier=CACHE)
         tl.store(p_target[:, None] + o_e, tile, mask=m_tile)
         tile, p_target, m_tile = next_tile, p_next_target, m_next
 
@@ -128,5 +129,6 @@ def fetch_values(
         PART=part,
         ITEMS=items,
         BLOCK_PAIRS=triton.next_power_of_2(batch * kv_heads),
+        CACHE=CACHE,
         num_warps=NUM_WARPS,
     )

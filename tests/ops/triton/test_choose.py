@@ -10,6 +10,7 @@ from shadowkv.ops.contract.base import excess
 from shadowkv.ops.contract.choose import STATE, UNSET, Choose, ChooseCase, ChooseInputs
 from shadowkv.ops.contract.rows import RowSpec
 from shadowkv.ops.rows import Fact, Selection
+from shadowkv.ops.splits import choose_width, run_chunks
 from shadowkv.ops.triton import choose
 
 OP = Choose()
@@ -26,10 +27,11 @@ def test_truth(device, case):
 
 
 @pytest.mark.parametrize("case", OP.cases()[::2], ids=range(0, len(OP.cases()), 2))
-@pytest.mark.parametrize("lanes", [16, 64])
-def test_more_chunks_than_lanes(device, case, lanes, monkeypatch):
-    """The shortlist, at a width at which the interpreter is quick; exact whatever ties there are."""
-    monkeypatch.setattr(choose, "LANES", lanes)
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_shorter_runs_and_more_programs(device, case, chunks, monkeypatch):
+    """Exact whatever ties there are, at a width at which the interpreter is quick."""
+    monkeypatch.setattr(choose, "TILE_KEYS", 64)
+    monkeypatch.setattr(choose, "run_chunks", lambda most: chunks)
     assert excess(OP, case, device, torch.float32) == []
 
 
@@ -102,11 +104,15 @@ def test_nan_logits_touch_no_foreign_memory(device):
     )
 
 
-def test_too_much_to_be_counted(device, monkeypatch):
-    monkeypatch.setattr(choose, "LANES", 16)
-    monkeypatch.setattr(choose, "MOST_LANES", 32)
-    with pytest.raises(ShapeError, match="64 of 150 chunks"):
-        OP.run(OP.make(OP.cases()[3], device, torch.float32))
+def test_too_much_to_be_counted(device):
+    with pytest.raises(ShapeError, match="65536 slots"):
+        OP.run(OP.make(ChooseCase((RowSpec(30, 2, 1 << 16, 9, 16, 6),), kv_heads=1), device, torch.float32))
+
+
+def test_long_selections_look_at_shorter_runs():
+    assert [run_chunks(most) for most in (1, 2048, 2049, 4096, 4097, 8192, 9999)] == [16, 16, 8, 8, 4, 4, 4]
+    assert choose_width(160) == 200
+    assert choose_width(7) == 9
 
 
 def _lists(out: Selection) -> tuple[torch.Tensor, ...]:

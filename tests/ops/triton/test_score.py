@@ -7,7 +7,9 @@ from shadowkv.ops.contract.base import excess
 from shadowkv.ops.contract.rows import RowSpec, Sizes
 from shadowkv.ops.contract.score import Score, ScoreCase
 from shadowkv.ops.select import OUTLIER, chunk_scores
-from shadowkv.ops.triton.score import SPLIT, score_landmarks, splits_of
+from shadowkv.ops.splits import SCORE_SPLIT_CHUNKS as SPLIT
+from shadowkv.ops.splits import score_splits
+from shadowkv.ops.triton.score import score_landmarks
 
 OP = Score()
 CASE = ScoreCase(Sizes(2, 4, 64, 4, 8), (RowSpec(600, 5, 4, 9, 16), RowSpec(70, 0, 4, 9, 16)), 8)
@@ -49,7 +51,7 @@ def test_strides(device):
     wide_q = torch.full((batch, inputs.q_BND.shape[1] + 3, 80), torch.nan, device=device)
     wide_q[:, 2:-1, 7:71] = inputs.q_BND
     wide_l = torch.full((batch + 1, kv_heads + 1, group + 2, width + 5), 7.0, device=device)
-    wide_p = torch.full((batch + 1, kv_heads + 2, group + 1, splits_of(width) + 3, 2), 7.0, device=device)
+    wide_p = torch.full((batch + 1, kv_heads + 2, group + 1, score_splits(width) + 3, 2), 7.0, device=device)
     wide_l[1:, 1:, 1:-1, 3:-2] = torch.nan
     score_landmarks(inputs.rows, wide_q[:, 2:-1, 7:71], wide_l[1:, 1:, 1:-1, 3:-2], wide_p[1:, 2:, 1:, 1:-2])
     assert torch.equal(wide_l[1:, 1:, 1:-1, 3:-2].nan_to_num(9.0), logits.nan_to_num(9.0))

@@ -5,6 +5,7 @@ import torch
 
 from shadowkv.ops.contract.base import excess
 from shadowkv.ops.contract.sliding import OverwriteLogits, SlidingCase
+from shadowkv.ops.sliding import OUT_OF_REACH
 
 OP = OverwriteLogits()
 
@@ -22,5 +23,5 @@ def test_outliers_and_what_is_beyond_a_row_stay(device: torch.device) -> None:
     assert torch.equal(logits_BKGC[1], before.logits_BKGC[1])
     assert torch.equal(logits_BKGC.isneginf(), before.logits_BKGC.isneginf())
     assert torch.equal(inputs.parts_BKGZ2[1], before.parts_BKGZ2[1])
-    scores = torch.logsumexp(inputs.parts_BKGZ2[0, ..., 0] + inputs.parts_BKGZ2[0, ..., 1].log(), dim=-1)
-    assert torch.equal(scores, torch.zeros_like(scores))
+    totals_KG = torch.logsumexp(inputs.parts_BKGZ2[0, ..., 0] + inputs.parts_BKGZ2[0, ..., 1].log(), dim=-1)
+    assert torch.equal(totals_KG, torch.tensor([[0.0, OUT_OF_REACH]], device=device))
