@@ -9,7 +9,7 @@ from shadowkv.ops.contract.attention import Attention, AttentionCase
 from shadowkv.ops.contract.base import excess
 from shadowkv.ops.contract.rows import RowSpec, Sizes
 from shadowkv.ops.rows import Address, Fact, LayerRows
-from shadowkv.ops.splits import attention_splits
+from shadowkv.ops.splits import PROGRAMS_PER_SM, SM_COUNT, attention_splits
 from shadowkv.ops.triton.attention import attend, attention_scratch
 from tests.conftest import DEVICE
 
@@ -115,6 +115,18 @@ def test_too_large_a_group_is_refused(device: torch.device) -> None:
 def test_splits_fill_the_machine_with_runs_that_are_worth_it(batch: int, tokens: int) -> None:
     splits = attention_splits(batch, 8, tokens)
     assert splits >= 1
-    assert splits == 1 or tokens / splits >= 250
-    assert batch * 8 * splits >= 264 or tokens / splits <= 512
+    assert splits == 1 or tokens / splits >= 120
+    assert batch * 8 * splits >= 200 or tokens / splits <= 128
     assert tokens / splits <= 4096
+
+
+@pytest.mark.parametrize("batch", [4, 8, 14, 20, 28, 40, 48])
+def test_what_fits_runs_all_at_once(batch: int) -> None:
+    """Runs beyond the machine's places would wait for whole other ones."""
+    places = SM_COUNT * PROGRAMS_PER_SM
+    assert places / 2 < batch * 8 * attention_splits(batch, 8, 2492) <= places
+
+
+def test_a_few_runs_too_many_are_divided_further() -> None:
+    assert attention_splits(49, 8, 2492) == 1
+    assert attention_splits(50, 8, 2492) > 1
