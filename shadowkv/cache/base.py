@@ -65,8 +65,8 @@ class CacheStats:
 
     ``hits`` and ``misses`` split the selected chunks; ``fetched_bytes`` crossed from the value store;
     ``resident_bytes`` are the keys and values in slots of the exact region now.
-    ``rank`` and ``energy`` (share of the squared norm of the compressed keys that the rank keeps) are
-    by layer, and empty while attention is exact.
+    ``hit_rates`` (hits over selected chunks), ``rank`` and ``energy`` (share of the squared norm of the compressed
+    keys that the rank keeps) are by layer, and empty while attention is exact.
     """
 
     method: str
@@ -76,6 +76,7 @@ class CacheStats:
     host_bytes: int
     hits: int = 0
     misses: int = 0
+    hit_rates: list[float] = field(default_factory=list)
     fetched_chunks: int = 0
     fetched_bytes: int = 0
     resident_bytes: int = 0

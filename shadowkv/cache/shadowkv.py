@@ -202,7 +202,7 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         if late.head_M.numel():
             seq.late[layer] = late
         fetched = hits.new_tensor(now.head_M.numel() + late.head_M.numel())
-        tensors["counters"] += torch.stack([hits, chosen_KP.numel() - hits, fetched])
+        tensors["counters"][layer] += torch.stack([hits, chosen_KP.numel() - hits, fetched])
         # A slot whose chunk comes late still holds the one before it, whose keys and values are as true.
         attended_KP = held_KP if config.attend == "resident" else resident.last_used_KP == seq.step
         attended_KP[now.head_M, now.slot_M] = True
@@ -346,7 +346,8 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         return ShadowStep(self, max_rows, capacity_tokens)
 
     def stats(self, seq: ShadowSequence) -> CacheStats:
-        hits, misses, fetched = seq.tensors["counters"].tolist()
+        counts = seq.tensors["counters"].tolist()
+        hits, misses, fetched = (sum(column) for column in zip(*counts, strict=True))
         size, g = self.config.chunk_tokens, self.geometry
         chunk_bytes = size * g.head_dim * g.dtype.itemsize
         if seq.compressed:
@@ -362,6 +363,7 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
             host_bytes=seq.price.host_bytes,
             hits=hits,
             misses=misses,
+            hit_rates=[hit / (hit + miss) for hit, miss, _ in counts] if hits + misses else [],
             fetched_chunks=fetched,
             fetched_bytes=fetched * chunk_bytes,
             resident_bytes=round(2 * held * chunk_bytes),

@@ -88,7 +88,7 @@ def sequence_regions(
         Region("exact_k", "exact region", exact_shape, dtype),
         Region("exact_v", "exact region", exact_shape, dtype),
         Region("rope_rows", "bookkeeping", (capacity_tokens,), torch.int32),
-        Region("counters", "bookkeeping", (3,), torch.int64),
+        Region("counters", "bookkeeping", (layers, 3), torch.int64),
     ]
     if not compressible:
         return device, []

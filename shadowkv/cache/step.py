@@ -16,7 +16,7 @@ from shadowkv.cache.layout import Region
 from shadowkv.ops.rows import Address, Fact, LayerRows
 from shadowkv.ops.splits import attention_splits, most_attention_runs
 
-SAME_IN_ALL_LAYERS = (Address.ROPE_ROWS, Address.COUNTERS)
+SAME_IN_ALL_LAYERS = (Address.ROPE_ROWS,)
 PADDING = [-1 if column == Fact.WRITE_SLOT else 0 for column in Fact]
 
 

@@ -47,6 +47,8 @@ class StepRunner:
         key = rows, rope.table.inv_freq_XF.data_ptr()
         if key not in self._graphs:
             self._graphs = {old: graph for old, graph in self._graphs.items() if old[1] == key[1]}
+            if not self._graphs:
+                self._pool = None  # a pool ends with its last graph
             self._graphs[key] = self._capture(rows)
         graph, logits_BV = self._graphs[key]
         self.step.load(seqs, token_ids, rope_rows)

@@ -37,7 +37,7 @@ class Address(IntEnum):
     ROPE_ROWS = 10
     """[capacity] int32: the RoPE row of every position; the same in all layers."""
     COUNTERS = 11
-    """[3] int64: hits, misses, fetched chunks; the same in all layers."""
+    """[3] int64: hits, misses, fetched chunks."""
 
 
 class Fact(IntEnum):

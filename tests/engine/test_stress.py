@@ -30,6 +30,7 @@ def open_engine(device: torch.device) -> Engine:
     )
 
 
+@torch.inference_mode()
 def lose_resident_sets(engine: Engine, chance: random.Random) -> None:
     """So that everything that a row selects next is missing. Which tokens it attends to is not changed by that."""
     for entry in engine._entries.values():

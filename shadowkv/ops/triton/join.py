@@ -42,7 +42,7 @@ def _leaving_slots(p_facts, row, position):
 
 @triton.jit
 def _join_keys(
-    p_address, p_facts, p_first, p_count, p_ranks, p_inv_freq, p_factor, kv_heads, rank_blocks,
+    p_address, p_facts, p_first, p_count, p_ranks, p_inv_freq, p_factor, kv_heads, rank_blocks, one,
     ELEMENT: tl.constexpr, RANK_MULTIPLE: tl.constexpr, L: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -82,7 +82,8 @@ def _join_keys(
     m_hr = m_h[:, None] & m_r[None, :]
     head_size = rank.to(tl.int64) * D
     coeff = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    # Sums by head, and then of heads: one long sum would err more in float32.
+    # Sums by head, and then of heads: one long sum, which the compiler makes of products that are not scaled
+    # one by one, errs more in float32.
     for head in range(kv_heads):
         p_key = p_k + (head * slots + slot) * D
         p_head = p_basis + head_size * head
@@ -94,8 +95,8 @@ def _join_keys(
         basis_b = tl.load(p_head + o_b[:, None] * rank + o_r[None, :], mask=m_hr, other=0.0)
         back_a = a * cos + b * sin - mean_a[None, :]
         back_b = b * cos - a * sin - mean_b[None, :]
-        coeff += tl.dot(back_a.to(ELEMENT), basis_a, input_precision="ieee")
-        coeff += tl.dot(back_b.to(ELEMENT), basis_b, input_precision="ieee")
+        coeff += tl.dot(back_a.to(ELEMENT), basis_a, input_precision="ieee") * one
+        coeff += tl.dot(back_b.to(ELEMENT), basis_b, input_precision="ieee") * one
         if BLOCK_REST > 0:
             o_e = 2 * HALF + tl.arange(0, BLOCK_REST)
             m_e = o_e < D
@@ -104,7 +105,7 @@ def _join_keys(
             m_er = m_e[:, None] & m_r[None, :]
             basis = tl.load(p_head + o_e[:, None] * rank + o_r[None, :], mask=m_er, other=0.0)
             centred = (key.to(tl.float32) - mean[None, :]).to(ELEMENT)
-            coeff += tl.dot(centred, basis, input_precision="ieee")
+            coeff += tl.dot(centred, basis, input_precision="ieee") * one
     p_out = tr.tensor_of(p_address, row, tr.COEFF, ELEMENT) + position.to(tl.int64)[:, None] * rank
     tl.store(p_out + o_r[None, :], coeff.to(ELEMENT), mask=m_m[:, None] & m_r[None, :])
 
@@ -186,6 +187,7 @@ def join_context(
         table.factor_X,
         kv_heads,
         rank_blocks,
+        1.0,
         ELEMENT=tr.ELEMENT[dtype],
         RANK_MULTIPLE=rank_multiple,
         L=chunk_tokens,

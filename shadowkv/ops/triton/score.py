@@ -96,14 +96,13 @@ def _score_kernel(
                 b_tile_CE = tl.load(p_tile_CE, mask=m_c[:, None] & (o_e[None, :] < D), other=0.0)
                 p_q_EG = p_q + i_row * stride_qb + o_n[None, :] * stride_qn + o_e[:, None]
                 b_q_EG = tl.load(p_q_EG, mask=(o_e[:, None] < D) & m_g[None, :], other=0.0)
-                b_logits_CG += tl.dot(b_tile_CE, b_q_EG, input_precision="ieee")
+                b_logits_CG += tl.dot(b_tile_CE, b_q_EG, input_precision="ieee") * scale
         else:
             p_tile_CD = p_landmarks + (o_c.to(tl.int64)[:, None] * D + o_d[None, :])
             if ALIGNED:
                 p_tile_CD = tl.multiple_of(p_tile_CD, [16, 16])
             b_tile_CD = tl.load(p_tile_CD, mask=m_c[:, None] & (o_d[None, :] < D), other=0.0)
-            b_logits_CG = tl.dot(b_tile_CD, b_q_DG)
-        b_logits_CG = b_logits_CG * scale
+            b_logits_CG = tl.dot(b_tile_CD, b_q_DG) * scale
         b_logits_CG = tl.where((b_slot_C != OUTLIER)[:, None], b_logits_CG, float("-inf"))
         tl.store(p_logits_G + o_c[:, None], b_logits_CG, mask=(o_c < width)[:, None] & m_g[None, :])
         b_new_CG = tl.maximum(b_top_CG, b_logits_CG)

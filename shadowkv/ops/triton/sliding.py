@@ -59,11 +59,11 @@ def _overwrite_logits(
             o_split = tl.arange(0, BLOCK_Z)
             m_split = o_split < splits
             total = tl.where(o_split == 0, 1.0, 0.0)
-            for i_query in range(GROUP):
-                top = tl.where(o_split == 0, tl.where(i_query == 0, 0.0, _OUT_OF_REACH), float("-inf"))
-                at = ((pair * GROUP + i_query) * splits + o_split) * 2
-                tl.store(p_parts + at, top, mask=m_split)
-                tl.store(p_parts + at + 1, total, mask=m_split)
+            for i_query in tl.static_range(GROUP):
+                top = tl.where(o_split == 0, 0.0 if i_query == 0 else _OUT_OF_REACH, float("-inf"))
+                p_pair = p_parts + ((pair * GROUP + i_query) * splits + o_split) * 2
+                tl.store(p_pair, top, mask=m_split)
+                tl.store(p_pair + 1, total, mask=m_split)
 
 
 def overwrite_logits(logits_BKGC: Tensor, parts_BKGZ2: Tensor, facts_BI: Tensor, new_per_1024: int) -> None:
