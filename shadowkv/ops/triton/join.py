@@ -82,8 +82,8 @@ def _join_keys(
     m_hr = m_h[:, None] & m_r[None, :]
     head_size = rank.to(tl.int64) * D
     coeff = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    # Sums by head, and then of heads: one long sum, which the compiler makes of products that are not scaled
-    # one by one, errs more in float32.
+    # Sums by head and by piece of it, and then of these: one long sum, which the compiler makes of products that are
+    # not scaled one by one, errs more in float32.
     for head in range(kv_heads):
         p_key = p_k + (head * slots + slot) * D
         p_head = p_basis + head_size * head
@@ -98,14 +98,15 @@ def _join_keys(
         coeff += tl.dot(back_a.to(ELEMENT), basis_a, input_precision="ieee") * one
         coeff += tl.dot(back_b.to(ELEMENT), basis_b, input_precision="ieee") * one
         if BLOCK_REST > 0:
-            o_e = 2 * HALF + tl.arange(0, BLOCK_REST)
-            m_e = o_e < D
-            key = tl.load(p_key[:, None] + o_e[None, :], mask=m_m[:, None] & m_e[None, :], other=0.0)
-            mean = tl.load(p_mean + head * D + o_e, mask=m_e, other=0.0)
-            m_er = m_e[:, None] & m_r[None, :]
-            basis = tl.load(p_head + o_e[:, None] * rank + o_r[None, :], mask=m_er, other=0.0)
-            centred = (key.to(tl.float32) - mean[None, :]).to(ELEMENT)
-            coeff += tl.dot(centred, basis, input_precision="ieee") * one
+            for first in tl.static_range(2 * HALF, D, BLOCK_REST):
+                o_e = first + tl.arange(0, BLOCK_REST)
+                m_e = o_e < D
+                key = tl.load(p_key[:, None] + o_e[None, :], mask=m_m[:, None] & m_e[None, :], other=0.0)
+                mean = tl.load(p_mean + head * D + o_e, mask=m_e, other=0.0)
+                m_er = m_e[:, None] & m_r[None, :]
+                basis = tl.load(p_head + o_e[:, None] * rank + o_r[None, :], mask=m_er, other=0.0)
+                centred = (key.to(tl.float32) - mean[None, :]).to(ELEMENT)
+                coeff += tl.dot(centred, basis, input_precision="ieee") * one
     p_out = tr.tensor_of(p_address, row, tr.COEFF, ELEMENT) + position.to(tl.int64)[:, None] * rank
     tl.store(p_out + o_r[None, :], coeff.to(ELEMENT), mask=m_m[:, None] & m_r[None, :])
 
@@ -195,7 +196,7 @@ def join_context(
         HALF=half,
         INTERLEAVED=table.interleaved,
         BLOCK_HALF=block_of(half),
-        BLOCK_REST=block_of(head_dim - 2 * half),
+        BLOCK_REST=min(block_of(head_dim - 2 * half), 32 if dtype == torch.float32 else 256),
         BLOCK_M=block_m,
         BLOCK_R=block_r,
         num_warps=KEY_WARPS,
