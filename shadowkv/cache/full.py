@@ -7,9 +7,9 @@ from torch import Tensor
 from shadowkv.cache.base import DENSE_APPEND_TOKENS, Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
 from shadowkv.cache.layout import Region
 from shadowkv.cache.pool import Reservation
-from shadowkv.cache.step import DecodeStep, as_row, attention_regions, table_regions
+from shadowkv.cache.step import DecodeStep, attention_regions, table_regions
 from shadowkv.config import FullConfig
-from shadowkv.ops.rows import Address, Fact
+from shadowkv.ops.rows import Address, RowFacts
 from shadowkv.ops.views import DenseView, View
 
 
@@ -97,11 +97,9 @@ class FullStep(DecodeStep):
         device = cache.device_arena.device
         super().__init__(cache.geometry.layers, max_rows, columns, regions or [], capacity_tokens, device)
 
-    def facts(self, seq: CachedSequence) -> list[int]:
+    def facts(self, seq: CachedSequence) -> RowFacts:
         slots = seq.tensors["k"].shape[2]
-        return as_row(
-            {Fact.TOKENS: seq.tokens, Fact.WRITE_SLOT: seq.tokens - 1, Fact.SLOTS: slots, Fact.RING_SLOTS: slots}
-        )
+        return RowFacts(tokens=seq.tokens, write_slot=seq.tokens - 1, slots=slots, ring_slots=slots)
 
     def attend(self, layer: int, q_BND: Tensor, out_BND: Tensor) -> None:
         from shadowkv.ops.triton.attention import attend

@@ -15,9 +15,9 @@ from shadowkv.cache.base import CachedSequence, Geometry
 from shadowkv.cache.index import Joining
 from shadowkv.cache.layout import Region
 from shadowkv.cache.shadowkv_layout import ExactRegion
-from shadowkv.cache.step import DecodeStep, addresses, as_row, attention_regions, table_regions
+from shadowkv.cache.step import DecodeStep, addresses, attention_regions, table_regions
 from shadowkv.config import ShadowKVConfig
-from shadowkv.ops.rows import Address, Fact, LayerRows, Selection
+from shadowkv.ops.rows import Address, Fact, LayerRows, RowFacts, Selection
 from shadowkv.ops.splits import choose_width, score_splits
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class ShadowStep(DecodeStep):
         )
         self._late_running = False
 
-    def facts(self, seq: CachedSequence) -> list[int]:
+    def facts(self, seq: CachedSequence) -> RowFacts:
         return row_facts(self.cache, seq)  # type: ignore[arg-type]
 
     def attend(self, layer: int, q_BND: Tensor, out_BND: Tensor) -> None:
@@ -169,29 +169,30 @@ class ShadowStep(DecodeStep):
         return Selection(*self._first(rows, *(f"{name}.{i}" for name in names)))
 
 
-def row_facts(cache: "ShadowKVCache", seq: "ShadowSequence") -> list[int]:
-    """A sequence's facts, in the order of :class:`Fact`, with its newest token in place."""
-    exact, config = cache.exact, cache.config
+def row_facts(cache: "ShadowKVCache", seq: "ShadowSequence") -> RowFacts:
+    """What kernels need to know of a sequence, with its newest token in place."""
+    exact, config, tokens = cache.exact, cache.config, seq.tokens
     slots = seq.tensors["exact_k"].shape[2]
-    facts = {Fact.TOKENS: seq.tokens, Fact.SLOTS: slots, Fact.STEP: seq.step}
     if not seq.compressed:
-        return as_row(facts | {Fact.WRITE_SLOT: seq.tokens - 1, Fact.RING_SLOTS: slots})
+        return RowFacts(tokens=tokens, write_slot=tokens - 1, slots=slots, ring_slots=slots, step=seq.step)
     start = exact.outlier + exact.resident_size
     count, cap, late = cache.selection_size(seq)
-    facts |= {
-        Fact.WRITE_SLOT: start + (seq.tokens - 1) % exact.window,
-        Fact.OUTLIER_TOKENS: seq.outliers * config.chunk_tokens,
-        Fact.RESIDENT_CHUNKS: config.resident_chunks,
-        Fact.RING_START: start,
-        Fact.RING_SLOTS: exact.window,
-        Fact.FIRST: seq.context_chunks * config.chunk_tokens,
-        Fact.CHUNKS: seq.context_chunks,
-        Fact.CHUNK_CAPACITY: seq.tensors["slot_of_chunk"].shape[2],
-        Fact.SELECT: count,
-        Fact.CAP: cap if cap is not None else config.resident_chunks,
-        Fact.LATE_CAP: late,
-    }
-    return as_row(facts)
+    return RowFacts(
+        tokens=tokens,
+        write_slot=start + (tokens - 1) % exact.window,
+        slots=slots,
+        outlier_tokens=seq.outliers * config.chunk_tokens,
+        resident_chunks=config.resident_chunks,
+        ring_start=start,
+        ring_slots=exact.window,
+        first=seq.context_chunks * config.chunk_tokens,
+        chunks=seq.context_chunks,
+        chunk_capacity=seq.tensors["slot_of_chunk"].shape[2],
+        select=count,
+        cap=config.resident_chunks if cap is None else cap,
+        late_cap=late,
+        step=seq.step,
+    )
 
 
 class Leaving(NamedTuple):

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from shadowkv.cache.base import CachedSequence, Geometry
 from shadowkv.cache.layout import Region
-from shadowkv.ops.rows import Address, Fact, LayerRows
+from shadowkv.ops.rows import Address, Fact, LayerRows, RowFacts
 from shadowkv.ops.splits import attention_splits, most_attention_runs
 
 SAME_IN_ALL_LAYERS = (Address.ROPE_ROWS,)
-PADDING = [-1 if column == Fact.WRITE_SLOT else 0 for column in Fact]
 
 
 class DecodeStep(ABC):
@@ -66,10 +65,11 @@ class DecodeStep(ABC):
             nowhere = torch.zeros(self.layers, len(Address), dtype=torch.int64)
             self.address_LBX.copy_(torch.stack([*tables, *([nowhere] * empty)], dim=1), non_blocking=True)
             self._loaded = rows
-        facts = [self.facts(seq) for seq in seqs]
-        for row, token, rope_row in zip(facts, token_ids, rope_rows, strict=True):
-            row[Fact.TOKEN], row[Fact.ROPE_ROW] = token, rope_row
-        self.facts_BI.copy_(torch.tensor(facts + [PADDING] * empty, dtype=torch.int32), non_blocking=True)
+        facts = [
+            (*self.facts(seq)[: Fact.TOKEN], token, rope_row)
+            for seq, token, rope_row in zip(seqs, token_ids, rope_rows, strict=True)
+        ]
+        self.facts_BI.copy_(torch.tensor(facts + [RowFacts()] * empty, dtype=torch.int32), non_blocking=True)
 
     def layer(self, layer: int, rows: int) -> LayerRows:
         """The tables of one layer, for the first ``rows`` rows."""
@@ -83,8 +83,8 @@ class DecodeStep(ABC):
         return {"partial_BKXGD": partial.view(*lead, -1), "softmax_BKXG2": softmax.view(*lead, 2)}
 
     @abstractmethod
-    def facts(self, seq: CachedSequence) -> list[int]:
-        """What kernels need to know of a sequence, in the order of :class:`Fact`."""
+    def facts(self, seq: CachedSequence) -> RowFacts:
+        """What kernels need to know of a sequence; the new token and its RoPE row are put in by :meth:`load`."""
 
     @abstractmethod
     def attend(self, layer: int, q_BND: Tensor, out_BND: Tensor) -> None:
@@ -113,11 +113,6 @@ def attention_regions(geometry: Geometry, max_rows: int, max_tokens: int) -> lis
         Region("partial", "step", (runs, geometry.head_dim), torch.float32),
         Region("softmax", "step", (runs, 2), torch.float32),
     ]
-
-
-def as_row(facts: Mapping[Fact, int]) -> list[int]:
-    """Facts in the order of their columns, 0 where none is given."""
-    return [facts.get(column, 0) for column in Fact]
 
 
 def addresses(seq: CachedSequence, layers: int, columns: Mapping[Address, str]) -> Tensor:

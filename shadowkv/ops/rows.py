@@ -7,6 +7,7 @@ step is replayed after they were rewritten; rows join and leave by what is writt
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -74,6 +75,27 @@ class Fact(IntEnum):
     """The new token's id."""
     ROPE_ROW = 15
     """The row of RoPE frequencies that the new token is rotated with."""
+
+
+class RowFacts(NamedTuple):
+    """One row of the fact table, in the order of :class:`Fact`; as it stands, a padding row."""
+
+    tokens: int = 0
+    write_slot: int = -1
+    slots: int = 0
+    outlier_tokens: int = 0
+    resident_chunks: int = 0
+    ring_start: int = 0
+    ring_slots: int = 0
+    first: int = 0
+    chunks: int = 0
+    chunk_capacity: int = 0
+    select: int = 0
+    cap: int = 0
+    late_cap: int = 0
+    step: int = 0
+    token: int = 0
+    rope_row: int = 0
 
 
 @dataclass(frozen=True)
