@@ -19,6 +19,7 @@ from shadowkv.engine.placement import (
     make_steps,
     measured_bandwidth,
     parse_dtype,
+    use_device,
 )
 from shadowkv.engine.plan import Plan
 from shadowkv.engine.request import Request, RequestOutput, StreamChunk
@@ -77,6 +78,7 @@ class LLM:
         where = find_device(device)
         chosen_dtype = resolve_dtype(spec, where, parse_dtype(dtype))
         memory = find_memory(where, device_memory_bytes, host_memory_bytes)
+        use_device(where)
         bandwidth = measured_bandwidth(where)
         plan, config = choose_plan(
             spec, config, chosen_dtype, memory, max_context_tokens, max_batch, bandwidth=bandwidth

@@ -207,6 +207,10 @@ class Cache(ABC, Generic[ConfigT, SequenceT]):
             )
         return reservation
 
+    def can_fork(self, seq: SequenceT, capacity_tokens: int) -> bool:
+        """Whether a sequence opened for so many tokens has the tensors to go on from this one."""
+        return True
+
     def fork(self, seq: SequenceT, capacity: int | Reservation) -> SequenceT:
         """An independent copy; ``capacity`` as for :meth:`open`.
 

@@ -25,7 +25,7 @@ from shadowkv.cache.shadowkv_layout import ExactRegion, ranks, sequence_price, s
 from shadowkv.cache.shadowkv_step import Leaving, ShadowStep, join_by_kernels, step_regions
 from shadowkv.cache.step import DecodeStep
 from shadowkv.config import ShadowKVConfig
-from shadowkv.errors import ConfigError, NumericsError
+from shadowkv.errors import CapacityError, ConfigError, NumericsError
 from shadowkv.ops.chunks import choose_outliers, split_chunks
 from shadowkv.ops.lowrank import find_subspace, project, rebuild
 from shadowkv.ops.rope import Rope
@@ -107,7 +107,13 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         target.tensors["rope_rows"][source.tokens :] = source.usual_row
         target.energy, target.late = list(source.energy), dict(source.late)
 
+    def can_fork(self, seq: ShadowSequence, capacity_tokens: int) -> bool:
+        return not seq.compressed or self.exact.compressible(capacity_tokens)
+
     def fork(self, seq: ShadowSequence, capacity: int | Reservation) -> ShadowSequence:
+        tokens = capacity if isinstance(capacity, int) else capacity.capacity_tokens
+        if not self.can_fork(seq, tokens):
+            raise CapacityError(f"the sequence is compressed, and one for {tokens} tokens is kept whole; ask for more")
         copy = super().fork(seq, capacity)
         if not seq.compressed and seq.tokens > self.exact.dense_limit(copy.capacity_tokens):
             self._compress(copy, seq.tensors)  # a sequence kept whole, in a copy that is too long for that

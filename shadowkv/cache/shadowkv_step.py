@@ -1,7 +1,8 @@
 """ShadowKV's decoding step by kernels: score, choose, bring in what is missing, attend.
 
 The same arithmetic as ``cache.shadowkv``, for all rows at once. Values cross the bus on a stream of their own
-while keys are rebuilt; what is fetched late is for the next step and has the rest of this one to arrive in.
+while keys are rebuilt; what is fetched late is for the next step and has a third stream, and the rest of this one to
+arrive in.
 """
 
 import math
@@ -75,6 +76,11 @@ def most_attended(exact: ExactRegion, capacity_tokens: int) -> int:
     return max(exact.slots, min(capacity_tokens, exact.whole))
 
 
+def make_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream beside the current one, on a GPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
 class ShadowStep(DecodeStep):
     """See :class:`DecodeStep`."""
 
@@ -86,11 +92,8 @@ class ShadowStep(DecodeStep):
         assert regions is not None, "no kernels for these settings"
         attended = most_attended(cache.exact, capacity_tokens)
         super().__init__(cache.geometry.layers, max_rows, COLUMNS, regions, attended, device)
-        self._side = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if device.type == "cuda"
-            else None
-        )
+        # What is fetched for this layer must not queue behind what the layer before fetches for the next step.
+        self._side, self._later = (make_stream(device) for _ in range(2))
         self._late_running = False
 
     def facts(self, seq: CachedSequence) -> RowFacts:
@@ -134,31 +137,33 @@ class ShadowStep(DecodeStep):
             rank = cache.ranks[layer]
             rebuild_keys(rows, selection, cache.rope.table, rank, size, g.kv_heads, g.head_dim, g.dtype, late=late)
 
-        self._beside(values)
         if late:
-            self._beside(keys)
+            self._beside(self._later, values, keys)
             self._late_running = True
         else:
+            self._beside(self._side, values)
             keys()
-            self._join()
+            self._join(self._side)
 
     def finish(self) -> None:
         if self._late_running:
-            self._join()
+            self._join(self._later)
             self._late_running = False
 
-    def _beside(self, work: Callable[[], None]) -> None:
-        """On the second stream, after everything that the first has been given so far."""
-        if self._side is None:
-            work()
+    def _beside(self, stream: torch.cuda.Stream | None, *works: Callable[[], None]) -> None:
+        """On another stream, after everything that the current one has been given so far."""
+        if stream is None:
+            for work in works:
+                work()
             return
-        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-        with torch.cuda.stream(self._side):
-            work()
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for work in works:
+                work()
 
-    def _join(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+    def _join(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def _first(self, rows: int, *names: str) -> tuple[Tensor, ...]:
         return tuple(self.scratch[name][:rows] for name in names)

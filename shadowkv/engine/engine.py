@@ -197,9 +197,8 @@ class Engine:
                 entry.request.reused_tokens = 0
                 return self.runner.prefill(reservation, tokens, self._report_prefill)
             seq = self.runner.cache.fork(context.seq, reservation)
-            new_tokens = tokens[entry.request.reused_tokens :]
             try:
-                return seq, self.runner.append(seq, new_tokens, self._report_prefill)
+                return seq, self.runner.append(seq, tokens[entry.request.reused_tokens :], self._report_prefill)
             except BaseException:
                 self.runner.cache.release(seq)
                 raise
@@ -209,7 +208,9 @@ class Engine:
     def _holds_prefix(self, context: KeptContext, request: Request) -> bool:
         """Whether the context still is what the request was asked about, in keys that it can use."""
         reused, tokens = request.reused_tokens, request.prompt_token_ids
-        return context.token_ids == tokens[:reused] and not self.runner.must_recompute(reused, len(tokens))
+        if context.token_ids != tokens[:reused] or self.runner.must_recompute(reused, len(tokens)):
+            return False
+        return self.runner.cache.can_fork(context.seq, request.capacity_tokens)
 
     def _report_prefill(self, done: int, total: int) -> None:
         if self.on_prefill is not None:
@@ -335,8 +336,8 @@ class Engine:
             return
         del self._entries[entry.request.id]
         completions = tuple(entry.done[i] for i in sorted(entry.done))
-        timing = entry.request.timing(time.monotonic())
-        output = RequestOutput(entry.request.id, entry.request.prompt_token_ids, completions, timing)
+        request, timing = entry.request, entry.request.timing(time.monotonic())
+        output = RequestOutput(request.id, request.prompt_token_ids, completions, timing)
         self.totals.add(output)
         self._result.outputs.append(output)
 

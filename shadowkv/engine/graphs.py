@@ -43,8 +43,8 @@ class StepRunner:
         if self.decoder.device.type != "cuda":
             self.step.load(seqs, token_ids, rope_rows)
             return decode_step(self.decoder, self.step, len(seqs))
-        # A table of frequencies that has outgrown its place is somewhere else: that takes new graphs.
-        key = rows, rope.table.inv_freq_XF.data_ptr()
+        # A table of frequencies that has outgrown its room is somewhere else: that takes new graphs.
+        key = rows, len(rope.table.factor_X)
         if key not in self._graphs:
             self._graphs = {old: graph for old, graph in self._graphs.items() if old[1] == key[1]}
             if not self._graphs:

@@ -9,12 +9,13 @@ import torch
 
 from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Cache
+from shadowkv.cache.shadowkv_layout import ExactRegion
 from shadowkv.config import CacheConfig, ShadowKVConfig
 from shadowkv.engine.choices import dense_tokens, device_bandwidth, with_larger_resident_sets
 from shadowkv.engine.graphs import StepRunner
 from shadowkv.engine.memory import Memory
 from shadowkv.engine.plan import Plan, make_plan, require_fit
-from shadowkv.errors import ConfigError
+from shadowkv.errors import CapacityError, ConfigError
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.spec import ModelSpec
 
@@ -95,35 +96,59 @@ def choose_plan(
             require_fit(plan)
             break
         context //= 2
-    if not isinstance(config, ShadowKVConfig) or bandwidth is None:
+    if not isinstance(config, ShadowKVConfig):
         return plan, config
-    for larger in with_larger_resident_sets(config):
-        if (roomy := plan_for(larger, context)).batch == plan.batch:
-            plan, config = roomy, larger
-            break
-    if config.dense_tokens is None and config.exact_while_fits:
-        limit = min(dense_tokens(spec.geometry(dtype), config, max_batch, bandwidth), context)
-        config = replace(config, dense_tokens=limit)
-        # A whole sequence takes more of the device: only where no request has to wait for that.
-        while plan_for(config, limit).batch < max_batch and limit > SMALLEST_CONTEXT_TOKENS:
-            limit //= 2
-            config = replace(config, dense_tokens=limit)
-        whole_bytes = max_batch * plan_for(config, limit).chosen.sequence_device_bytes
-        plan = plan_for(config, context)
-        plan = replace(plan, device_arena_bytes=max(plan.device_arena_bytes, whole_bytes), note=_whole_note(limit))
-    return plan, config
+    if bandwidth is not None:
+        for larger in with_larger_resident_sets(config):
+            if (roomy := plan_for(larger, context)).batch == plan.batch:
+                plan, config = roomy, larger
+                break
+    # A whole sequence takes more of the device than a longer one that is compressed. Where the engine decides, it
+    # must be so for max_batch of them, so that no request has to wait for it.
+    decides = config.dense_tokens is None and config.exact_while_fits and bandwidth is not None
+    limit = config.dense_tokens or 0
+    if decides and bandwidth is not None:
+        limit = dense_tokens(spec.geometry(dtype), config, max_batch, bandwidth)
+    limit = min(limit, context)
+    while limit > ExactRegion.of(replace(config, dense_tokens=0)).fits:
+        whole = replace(config, dense_tokens=limit) if decides else config
+        plan = plan_for(whole, context)
+        room = memory.device_bytes - plan.weight_bytes - plan.activation_bytes - plan.chosen.step_bytes
+        if memory.shared:
+            room -= plan.batch * plan.chosen.sequence_host_bytes
+        whole_bytes = plan_for(whole, limit).chosen.sequence_device_bytes
+        rows = min(room // whole_bytes, max_batch)
+        if rows == max_batch or (not decides and rows >= 1):
+            arena = max(plan.device_arena_bytes, rows * whole_bytes)
+            return replace(plan, device_arena_bytes=arena, note=_whole_note(limit, context)), whole
+        if not decides:
+            raise CapacityError(
+                f"dense_tokens is {config.dense_tokens:,}: a sequence of {limit:,} tokens kept whole needs "
+                f"{whole_bytes:,} bytes on the device, where {max(room, 0):,} are left for sequences; lower it"
+            )
+        limit //= 2
+    if decides:
+        config = replace(config, dense_tokens=0)
+    return plan_for(config, context), config
 
 
-def _whole_note(limit: int) -> str:
-    return (
+def _whole_note(limit: int, context: int) -> str:
+    note = (
         f"sequences of up to {limit:,} tokens, answer included, stay on the device and are attended densely, which is "
-        "faster there; longer ones are compressed"
+        "faster there"
     )
+    return note if limit >= context else f"{note}; longer ones are compressed"
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether decoding runs by kernels on this device."""
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current one, on which kernels are launched and graphs captured."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
 
 
 def measured_bandwidth(device: torch.device) -> float | None:

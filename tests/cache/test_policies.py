@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shadowkv.cache.base import Cache, CacheStats, Geometry
 from shadowkv.config import ShadowKVConfig
-from shadowkv.errors import ConfigError
+from shadowkv.errors import CapacityError, ConfigError
 from shadowkv.ops.attention import decode_attention
 from shadowkv.ops.rope import Rope
 from shadowkv.ops.views import DenseView, SlotView
@@ -300,6 +300,19 @@ def test_a_short_sequence_is_kept_whole_and_compressed_only_in_a_longer_copy(
             assert set(kinds) == {DenseView if seq is whole else SlotView}
             assert all(output.isfinite().all() for output in outputs)
     assert (whole.compressed, copy.compressed) == (False, True)
+
+
+def test_a_compressed_sequence_does_not_fit_into_one_that_is_kept_whole(
+    geometry: Geometry, device: torch.device
+) -> None:
+    feed = Feed(geometry, device, 150, [])
+    cache = make_cache(geometry, replace(BASE, exact_while_fits=True, dense_tokens=180), device)
+    compressed = start(cache, feed)  # opened for 200 tokens
+    assert compressed.compressed
+    assert not cache.can_fork(compressed, 170)
+    assert cache.can_fork(compressed, 181)
+    with pytest.raises(CapacityError, match="170 tokens"):
+        cache.fork(compressed, 170)
 
 
 def step_of(cache: Cache, seq, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[type]]:

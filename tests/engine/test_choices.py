@@ -10,6 +10,7 @@ from shadowkv.config import FullConfig, ShadowKVConfig
 from shadowkv.engine.choices import SPARSE_LAYER_SECONDS, dense_tokens
 from shadowkv.engine.memory import Memory
 from shadowkv.engine.placement import choose_plan
+from shadowkv.errors import CapacityError
 from tests.engine.test_plan import GIB, llama_8b
 
 HBM = 4.3e12
@@ -62,5 +63,28 @@ def test_spare_memory_keeps_more_chunks_resident_and_costs_no_row() -> None:
     before, _ = choose_plan(spec, config, torch.bfloat16, tight, 122880, 64, bandwidth=None)
     plan, decided = choose_plan(spec, config, torch.bfloat16, tight, 122880, 64, bandwidth=HBM)
     assert before.chosen.limit == "device memory"
-    assert plan.batch >= before.batch - 1
+    assert plan.batch == before.batch
     assert plan.weight_bytes + plan.activation_bytes + plan.chosen.step_bytes + plan.device_arena_bytes <= 40 * GIB
+
+
+@pytest.mark.parametrize("device", [17, 24, 40, 80, 130])
+@pytest.mark.parametrize("context", [16384, 65536, 122880])
+@pytest.mark.parametrize("max_batch", [1, 4, 64])
+@pytest.mark.parametrize("said", [None, 8192])
+def test_what_is_decided_fits(device: int, context: int, max_batch: int, said: int | None) -> None:
+    memory, config = Memory(device * GIB, 60 * GIB), ShadowKVConfig(dense_tokens=said)
+    try:
+        plan, _ = choose_plan(llama_8b(), config, torch.bfloat16, memory, context, max_batch, bandwidth=HBM)
+    except CapacityError:
+        return
+    taken = plan.weight_bytes + plan.activation_bytes + plan.chosen.step_bytes + plan.device_arena_bytes
+    assert taken <= memory.device_bytes
+
+
+def test_a_whole_sequence_that_was_asked_for_has_room() -> None:
+    config = ShadowKVConfig(dense_tokens=65536)
+    plan, _ = choose_plan(llama_8b(), config, torch.bfloat16, Memory(130 * GIB, 20 * GIB), 122880, 64, bandwidth=None)
+    needed = choose_plan(llama_8b(), config, torch.bfloat16, ROOMY, 65536, 1, bandwidth=None)[0]
+    assert plan.device_arena_bytes >= needed.chosen.sequence_device_bytes
+    with pytest.raises(CapacityError, match="dense_tokens is 65,536"):
+        choose_plan(llama_8b(), config, torch.bfloat16, Memory(25 * GIB, 60 * GIB), 122880, 64, bandwidth=None)
