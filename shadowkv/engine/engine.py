@@ -336,9 +336,8 @@ class Engine:
             return
         del self._entries[entry.request.id]
         completions = tuple(entry.done[i] for i in sorted(entry.done))
-        request, timing = entry.request, entry.request.timing(time.monotonic())
-        output = RequestOutput(request.id, request.prompt_token_ids, completions, timing)
-        self.totals.add(output)
+        ids, timing = entry.request.prompt_token_ids, entry.request.timing(time.monotonic())
+        self.totals.add(output := RequestOutput(entry.request.id, ids, completions, timing))
         self._result.outputs.append(output)
 
     @contextmanager

@@ -53,17 +53,21 @@ def score_splits(chunks: int) -> int:
     return -(-chunks // SCORE_SPLIT_CHUNKS)
 
 
-MOST_KEPT = 1 << 15
-"""Keys that choosing searches at a time, at most."""
 RUN_CHUNKS = (16, 8, 4)
 
 
-def run_chunks(most: int) -> int:
-    """Chunks in a run of which choosing looks at the largest key first, when it chooses at most ``most``."""
-    for chunks in RUN_CHUNKS:
-        if most * chunks <= MOST_KEPT:
-            return chunks
-    return RUN_CHUNKS[-1]
+def run_chunks(most: int, chunks: int) -> int:
+    """Chunks in a run of which choosing looks at the largest key first, when it chooses at most ``most`` of ``chunks``.
+
+    The longest runs that leave least to search at a time: all runs' largest keys, or all keys of as many runs as
+    chunks are chosen.
+    """
+    return min(RUN_CHUNKS, key=lambda span: max(_power_of_2(-(-chunks // span)), _power_of_2(most) * span))
+
+
+def _power_of_2(count: int) -> int:
+    """The next one, as blocks of kernels have it."""
+    return 1 << (count - 1).bit_length()
 
 
 def choose_width(chunks: int) -> int:

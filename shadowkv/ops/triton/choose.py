@@ -3,11 +3,14 @@
 Design. Nothing is sorted. Scores become int32 keys of the same order (a wide kernel: every SM reads its share of
 the logits), with the largest key of every run of SPAN chunks behind them. Then one program a KV head: the best k keys
 are members of the k runs with the largest maxima (of equal maxima the first), so that it looks at the maxima and
-at k runs only. The best k of a block are those above a threshold, found by counting (``search``). The same search
-finds which misses are fetched and whose slots they get, and lists come from ranks in a mask.
+at k runs only: both are few where SPAN is about the root of chunks / k. The best k of a block are those above a
+threshold, found by counting (``search``). The same search finds which misses are fetched and whose slots they get,
+and lists come from ranks in a mask.
 
 History. One program that read all logits itself took 29 us at 7,500 chunks and 58 us at 15,300 (8 rows, H200): its
 time grew with the chunks, not with the rows. So the reading is spread, and what one program searches is small.
+A hit is seen from its slot, by its key, which is read at the start: looked up by chunk, stamped and read again, slots
+cost three trips to memory one after the other.
 """
 
 import triton
@@ -65,15 +68,8 @@ def _log_total(p_part, splits, stride_pg, stride_pz, GROUP: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _keys(p_logits, stride_lg, b_total_G, o_c_XX, m_read_XX, m_XX, GROUP: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Keys in the order of scores: the maximum over the group of logit - log-sum-exp; LOWEST outside ``m``."""
-    o_g = tl.arange(0, BLOCK_G)
-    b_score_XX = tl.full(o_c_XX.shape, float("-inf"), tl.float32)
-    p_logit_XX = p_logits + o_c_XX
-    for g in tl.static_range(GROUP):
-        total = tl.sum(tl.where(o_g == g, b_total_G, 0.0), axis=0)
-        b_logit_XX = tl.load(p_logit_XX + g * stride_lg, mask=m_read_XX, other=float("-inf"))
-        b_score_XX = tl.maximum(b_score_XX, b_logit_XX - total)
+def _keys(b_score_XX, m_XX):
+    """Keys in the order of scores; LOWEST outside ``m`` and where a score is -inf."""
     b_score_XX = tl.where(b_score_XX == 0.0, 0.0, b_score_XX)  # -0.0 and 0.0 are equal and have one key
     b_bits_XX = b_score_XX.to(tl.int32, bitcast=True)
     b_key_XX = b_bits_XX ^ ((b_bits_XX >> 31) & 0x7FFFFFFF)
@@ -116,13 +112,19 @@ def _choose_keys(
     chunks = fact(p_facts, i_row, CHUNKS)
     if (fact(p_facts, i_row, SELECT) <= 0) | (i_tile * RUNS * SPAN >= chunks):
         return
-    p_part = p_parts + i_row * stride_pb + i_head * stride_pk
-    b_total_G = _log_total(p_part, splits, stride_pg, stride_pz, GROUP, BLOCK_G, BLOCK_Z)
     o_run = i_tile * RUNS + tl.arange(0, RUNS)
     o_c_XX = o_run[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    m_read_XX = _readable(o_c_XX, chunks, width)
+    # Logits and parts are asked for together: a program is over when both have come once.
+    o_g = tl.arange(0, BLOCK_G).to(tl.int64)
     p_logits += i_row * stride_lb + i_head * stride_lk
-    b_key_XX = _keys(p_logits, stride_lg, b_total_G, o_c_XX, m_read_XX, o_c_XX < chunks, GROUP, BLOCK_G)
+    p_logit_XGX = p_logits + (o_g * stride_lg)[None, :, None] + o_c_XX[:, None, :]  # so the group is in registers
+    m_XGX = (o_g < GROUP)[None, :, None] & _readable(o_c_XX, chunks, width)[:, None, :]
+    b_score_XGX = tl.load(p_logit_XGX, mask=m_XGX, other=float("-inf"))
+    p_part = p_parts + i_row * stride_pb + i_head * stride_pk
+    b_total_G = _log_total(p_part, splits, stride_pg, stride_pz, GROUP, BLOCK_G, BLOCK_Z)
+    b_score_XGX -= b_total_G[None, :, None]
+    b_score_XGX = tl.where(b_score_XGX > float("-inf"), b_score_XGX, float("-inf"))  # not NaN
+    b_key_XX = _keys(tl.max(b_score_XGX, axis=1), o_c_XX < chunks)
     p_keys += i_row * stride_kb + i_head * stride_kk
     tl.store(p_keys + o_c_XX, b_key_XX, mask=o_c_XX < width)
     tl.store(p_keys + width + o_run, tl.max(b_key_XX, axis=1), mask=o_run * SPAN < chunks)
@@ -172,8 +174,15 @@ def _choose_kernel(
     p_chunk += i_out * stride_out
     p_slot += i_out * stride_out
 
-    # Which chunks: none but members of the runs with the ``count`` largest maxima, of equals the first.
+    # What depends on nothing is asked for first: which chunks are resident, when they were used, and their keys.
     p_keys += i_row * stride_kb + i_head * stride_kk
+    o_slot_XX = tl.arange(0, SLOT_ROWS)[:, None] * SLOT_COLS + tl.arange(0, SLOT_COLS)[None, :]
+    m_slot_XX = o_slot_XX < resident
+    b_held_XX = tl.load(p_ids + o_slot_XX, mask=m_slot_XX, other=EMPTY)
+    b_used_XX = tl.load(p_used + o_slot_XX, mask=m_slot_XX, other=step)
+    b_held_key_XX = tl.load(p_keys + b_held_XX, mask=b_held_XX >= 0, other=LOWEST)
+
+    # Which chunks: none but members of the runs with the ``count`` largest maxima, of equals the first.
     o_run_XX = tl.arange(0, RUN_ROWS)[:, None] * RUN_COLS + tl.arange(0, RUN_COLS)[None, :]
     b_top_XX = tl.load(p_keys + width + o_run_XX, mask=o_run_XX * SPAN < chunks, other=LOWEST)
     low, held = bounds(b_top_XX)
@@ -186,16 +195,19 @@ def _choose_kernel(
     b_id_XX = b_run[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     m_XX = (o_kept < kept)[:, None] & (b_id_XX < chunks)
     b_key_XX = tl.load(p_keys + b_id_XX, mask=m_XX, other=LOWEST)
+    b_slot_XX = tl.load(p_slot_of + b_id_XX, mask=m_XX, other=EMPTY)
     low = tl.where(kept == count, low, LOWEST + 1)  # with fewer runs than chunks to choose, maxima bound nothing
     held = tl.sum((b_key_XX >= low).to(tl.int32))
     count = tl.minimum(count, held)  # fewer than were asked for only where logits are NaN
     m_best_XX, low = best(b_key_XX, count, low, held)
     tl.debug_barrier()  # the list of runs has been read by all
 
+    # Which slots hold one of them: of equals to the last key the first are chosen, so that an id decides.
+    last = tl.max(tl.where(m_best_XX & (b_key_XX == low), b_id_XX, -1))
+    m_hit_XX = (b_held_key_XX > low) | ((b_held_key_XX == low) & (b_held_XX <= last))
+    b_used_XX = tl.where(m_hit_XX, step, b_used_XX)
+
     # Which of them are missing, and which of those are fetched: now, or after attention.
-    b_slot_XX = tl.load(p_slot_of + b_id_XX, mask=m_best_XX, other=EMPTY)
-    m_hit_XX = b_slot_XX >= 0
-    tl.store(p_used + b_slot_XX, tl.zeros_like(b_slot_XX) + step, mask=m_hit_XX)
     hits = tl.sum(m_hit_XX.to(tl.int32))
     misses = count - hits
     now = tl.minimum(misses, cap)
@@ -216,11 +228,6 @@ def _choose_kernel(
     tl.store(p_chunk + o_fetch_XX, b_id_XX, mask=m_fetch_XX)
 
     # Whose slots they get: both lists are in ascending order, and meet by rank.
-    o_slot_XX = tl.arange(0, SLOT_ROWS)[:, None] * SLOT_COLS + tl.arange(0, SLOT_COLS)[None, :]
-    m_slot_XX = o_slot_XX < resident
-    tl.debug_barrier()  # the stamps of hits, and the list
-    b_used_XX = tl.load(p_used + o_slot_XX, mask=m_slot_XX, other=step)
-    b_held_XX = tl.load(p_ids + o_slot_XX, mask=m_slot_XX, other=EMPTY)
     m_victim_XX = tl.zeros([SLOT_ROWS, SLOT_COLS], tl.int1)
     fetched = now + late
     if fetched > 0:
@@ -228,11 +235,11 @@ def _choose_kernel(
         youngest, free = bounds(b_age_XX)
         m_victim_XX, _ = best(b_age_XX, fetched, youngest, free)
     b_rank_XX = rank(m_victim_XX.to(tl.int32))
+    tl.debug_barrier()  # the list is complete
     b_new_XX = tl.load(p_chunk + b_rank_XX, mask=m_victim_XX, other=EMPTY)
-    tl.debug_barrier()  # everyone has read the old state
     tl.store(p_slot + b_rank_XX, o_slot_XX, mask=m_victim_XX)
     tl.store(p_ids + o_slot_XX, b_new_XX, mask=m_victim_XX)
-    tl.store(p_used + o_slot_XX, tl.zeros_like(b_used_XX) + step, mask=m_victim_XX)
+    tl.store(p_used + o_slot_XX, tl.zeros_like(b_used_XX) + step, mask=m_victim_XX | m_hit_XX)
     tl.store(
         p_slot_of + b_held_XX, tl.full([SLOT_ROWS, SLOT_COLS], EMPTY, tl.int32), mask=m_victim_XX & (b_held_XX >= 0)
     )
@@ -288,7 +295,7 @@ def choose_chunks(
     batch, kv_heads, group, width = logits_BKGC.shape
     splits, most_slots = parts_BKGZ2.shape[3], out.attend_BKP.shape[2]
     assert keys_BKX.shape[2] >= choose_width(width)
-    span = run_chunks(most)
+    span = run_chunks(most, width)
     runs = triton.next_power_of_2(max(triton.cdiv(width, span), 16))
     kept = min(triton.next_power_of_2(most), runs)
     if max(kept * span, runs, most_slots) >= 1 << 16:

@@ -31,7 +31,7 @@ def test_truth(device, case):
 def test_shorter_runs_and_more_programs(device, case, chunks, monkeypatch):
     """Exact whatever ties there are, at a width at which the interpreter is quick."""
     monkeypatch.setattr(choose, "TILE_KEYS", 64)
-    monkeypatch.setattr(choose, "run_chunks", lambda most: chunks)
+    monkeypatch.setattr(choose, "run_chunks", lambda most, width: chunks)
     assert excess(OP, case, device, torch.float32) == []
 
 
@@ -109,8 +109,9 @@ def test_too_much_to_be_counted(device):
         OP.run(OP.make(ChooseCase((RowSpec(30, 2, 1 << 16, 9, 16, 6),), kv_heads=1), device, torch.float32))
 
 
-def test_long_selections_look_at_shorter_runs():
-    assert [run_chunks(most) for most in (1, 2048, 2049, 4096, 4097, 8192, 9999)] == [16, 16, 8, 8, 4, 4, 4]
+def test_runs_leave_little_to_search():
+    assert [run_chunks(most, 15_360) for most in (1, 32, 128, 129, 256, 1024, 4096)] == [16, 16, 16, 8, 8, 4, 4]
+    assert [run_chunks(256, chunks) for chunks in (7_504, 15_312, 131_008)] == [8, 8, 16]
     assert choose_width(160) == 200
     assert choose_width(7) == 9
 
