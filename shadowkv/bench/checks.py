@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shadowkv.engine.placement import use_device
 from shadowkv.errors import ConfigError
 from shadowkv.ops.contract.base import Op, deviations
 
@@ -122,8 +123,7 @@ def check_ops(ops: Sequence[Op[Any, Any]], device: torch.device, report: Report)
         ConfigError: the device runs no kernels.
     """
     require_kernels(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # Triton launches on the current one
+    use_device(device)
     pairs = [(op, dtype) for op in ops for dtype in dtypes_for(device)]
     results = []
     for done, (op, dtype) in enumerate(pairs):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shadowkv.bench.statistics import Spread
+from shadowkv.engine.placement import use_device
 from shadowkv.errors import ConfigError
 
 FLUSH_BYTES = 256 << 20
@@ -37,7 +38,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         require_gpu(device)
-        torch.cuda.set_device(device.index or 0)  # Triton launches on the current one
+        use_device(device)
         self.device = device
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 

@@ -54,6 +54,7 @@ def score_splits(chunks: int) -> int:
 
 
 RUN_CHUNKS = (16, 8, 4)
+"""Lengths that runs of chunks may have where choosing looks at the largest key of each first; longest first."""
 
 
 def run_chunks(most: int, chunks: int) -> int:
