@@ -24,6 +24,7 @@ from shadowkv.ops.rope import Rope
 from shadowkv.ops.views import View
 
 if TYPE_CHECKING:
+    from shadowkv.cache.recorded import RecordedPrompt
     from shadowkv.cache.step import DecodeStep
 
 
@@ -269,6 +270,16 @@ class Cache(ABC, Generic[ConfigT, SequenceT]):
         Raises:
             NumericsError: a key is NaN or infinite; names the layer.
         """
+
+    def take_prompt(self, seq: SequenceT, prompt: "RecordedPrompt") -> None:
+        """Take a whole prompt that was computed before, into an empty sequence.
+
+        Raises:
+            CapacityError, NumericsError: as :meth:`begin_prompt` and :meth:`take_layer`.
+        """
+        self.begin_prompt(seq, prompt.tokens)
+        for layer in range(self.geometry.layers):
+            self.take_layer(layer, seq, *prompt.layer(layer), prompt.queries(layer, self.prompt_queries))
 
     # New tokens.
 

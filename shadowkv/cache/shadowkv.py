@@ -21,13 +21,14 @@ from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Pri
 from shadowkv.cache.index import make_index
 from shadowkv.cache.layout import Region, copy_by_head
 from shadowkv.cache.pool import Reservation
+from shadowkv.cache.recorded import RecordedPrompt
 from shadowkv.cache.shadowkv_layout import ExactRegion, ranks, sequence_price, sequence_regions
 from shadowkv.cache.shadowkv_step import Leaving, ShadowStep, join_by_kernels, step_regions
 from shadowkv.cache.step import DecodeStep
 from shadowkv.config import ShadowKVConfig
 from shadowkv.errors import CapacityError, ConfigError, NumericsError
 from shadowkv.ops.chunks import choose_outliers, split_chunks
-from shadowkv.ops.lowrank import find_subspace, project, rebuild
+from shadowkv.ops.lowrank import Subspace, find_subspace, project, rebuild
 from shadowkv.ops.rope import Rope
 from shadowkv.ops.select import EMPTY, OUTLIER, Fetch, ResidentSet, chunk_scores, top_chunks, update_resident
 from shadowkv.ops.views import DenseView, SlotView, View
@@ -144,6 +145,16 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         else:
             seq.tensors["exact_k"][layer, :, : seq.tokens] = k_KSD
             seq.tensors["exact_v"][layer, :, : seq.tokens] = v_KSD
+
+    def take_prompt(self, seq: ShadowSequence, prompt: RecordedPrompt) -> None:
+        """The decomposition is the same for all settings of the rank, so it is found once for a prompt."""
+        if prompt.tokens <= self.exact.dense_limit(seq.capacity_tokens):
+            super().take_prompt(seq, prompt)
+            return
+        self.begin_prompt(seq, prompt.tokens)
+        for layer, spectrum in enumerate(prompt.spectra(centre=self.config.centre_keys)):
+            subspace = spectrum.subspace(self.ranks[layer], self.geometry.kv_heads)
+            self._compress_layer(layer, seq, *prompt.layer(layer), subspace)
 
     # New tokens.
 
@@ -296,13 +307,22 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         seq.context_chunks = max(seq.tokens // self.config.chunk_tokens - self.config.local_chunks, 0)
         seq.outliers = min(self.config.outlier_chunks, seq.context_chunks)
 
-    def _compress_layer(self, layer: int, seq: ShadowSequence, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def _compress_layer(
+        self,
+        layer: int,
+        seq: ShadowSequence,
+        k_pre_SKD: Tensor,
+        k_KSD: Tensor,
+        v_KSD: Tensor,
+        subspace: Subspace | None = None,
+    ) -> None:
         tensors, size = seq.tensors, self.config.chunk_tokens
         context = seq.context_chunks * size
-        try:
-            subspace = find_subspace(k_pre_SKD, self.ranks[layer], centre=self.config.centre_keys)
-        except NumericsError as error:
-            raise NumericsError(f"layer {layer}: {error}, or too large to be squared") from error
+        if subspace is None:
+            try:
+                subspace = find_subspace(k_pre_SKD, self.ranks[layer], centre=self.config.centre_keys)
+            except NumericsError as error:
+                raise NumericsError(f"layer {layer}: {error}, or too large to be squared") from error
         tensors[f"basis.{layer}"].copy_(subspace.basis_KDR)
         tensors[f"mean.{layer}"].copy_(subspace.mean_KD)
         seq.energy.append(subspace.energy)

@@ -1,6 +1,6 @@
 """Runs the decoder over the cache: a prompt, an append of any length, one step of a batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shadowkv.cache.base import Cache, CachedSequence
 from shadowkv.cache.pool import Reservation
+from shadowkv.cache.recorded import RecordedPrompt
 from shadowkv.engine.graphs import StepRunner
 from shadowkv.models.decoder import Decoder
 
@@ -28,6 +29,15 @@ class Runner:
         self.steps = steps
         self.computed_tokens = 0
         """Tokens of prompts, appends and steps that have been computed so far."""
+        self.recorded: Mapping[tuple[int, ...], RecordedPrompt] = {}
+        """Prompts, by their tokens, that are taken from a record instead of being computed anew."""
+
+    @torch.inference_mode()
+    def record(self, token_ids: Sequence[int], prompt_queries: int) -> RecordedPrompt:
+        """Compute a prompt for any number of caches, on the device; see :attr:`recorded`."""
+        prompt = RecordedPrompt(self.cache.geometry, self.decoder.device, prompt_queries)
+        prompt.logits_V = self.decoder.logits(self.decoder.prefill(self._input(token_ids), prompt, None))[-1]
+        return prompt
 
     @torch.inference_mode()
     def prefill(
@@ -39,6 +49,11 @@ class Runner:
         """
         seq = self.cache.open(capacity)
         try:
+            known = self.recorded.get(tuple(token_ids))
+            if known is not None:
+                assert known.logits_V is not None, "the record was not finished"
+                self.cache.take_prompt(seq, known)
+                return seq, known.logits_V
             layers = self.decoder.spec.layers
             on_layer = None
             if progress is not None:
