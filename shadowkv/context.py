@@ -88,18 +88,28 @@ class Context:
         ids: list[str] = []
         try:
             for question in asked:
-                ids.append(self._submit(question, params, keep))
+                ids.append(self.submit(question, params, keep=keep))
             with self._llm._reporting(progress):
-                return self._llm._wait(ids)
+                return self._llm.wait(ids)
         except BaseException:
             self._llm._abandon(ids)
             raise
+
+    def submit(self, question: Prompt, params: SamplingParams | None = None, *, keep: bool = False) -> str:
+        """Queue a question; its id, for :meth:`LLM.wait` or :meth:`LLM.step`. See :meth:`generate`."""
+        if self._kept.seq is None:
+            raise RequestError("the context was released")
+        llm = self._llm
+        ids = llm.tokenizer.encode(question, special=False) if isinstance(question, str) else llm.tokenize(question)
+        if not ids:
+            raise RequestError("the question has no tokens; give at least one")
+        return llm._submit([*self.token_ids, *ids], params or SamplingParams(), context=self._kept, keep=keep)
 
     def stream(self, question: Prompt, params: SamplingParams | None = None, *, keep: bool = False) -> Stream:
         """Answer one question piece by piece."""
         if keep and params is not None and params.n != 1:
             raise RequestError("keep goes on from one answer: ask with n=1")
-        return Stream(self._llm, self._submit(question, params, keep))
+        return Stream(self._llm, self.submit(question, params, keep=keep))
 
     def release(self) -> None:
         """Give the memory back. A second time does nothing."""
@@ -110,15 +120,6 @@ class Context:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    def _submit(self, question: Prompt, params: SamplingParams | None, keep: bool) -> str:
-        if self._kept.seq is None:
-            raise RequestError("the context was released")
-        llm = self._llm
-        ids = llm.tokenizer.encode(question, special=False) if isinstance(question, str) else llm.tokenize(question)
-        if not ids:
-            raise RequestError("the question has no tokens; give at least one")
-        return llm._submit([*self.token_ids, *ids], params or SamplingParams(), context=self._kept, keep=keep)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from shadowkv.cache.arena import Arena
 from shadowkv.cache.methods import method_of
 from shadowkv.config import CacheConfig, SamplingParams, ShadowKVConfig
 from shadowkv.context import Context, Progress, Prompt, Stream, as_list
@@ -90,7 +91,13 @@ class LLM:
         self._build(decoder, tokenizer, config, plan, progress)
 
     def _build(
-        self, decoder: Decoder, tokenizer: Tokenizer, config: CacheConfig, plan: Plan, progress: Progress | None
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        config: CacheConfig,
+        plan: Plan,
+        progress: Progress | None,
+        arenas: tuple[Arena, Arena] | None = None,
     ) -> None:
         self.plan = plan
         self.config = config
@@ -101,9 +108,11 @@ class LLM:
         self._finished: dict[str, RequestOutput] = {}
         self._streams: dict[str, deque[StreamChunk]] = {}
         geometry, method = self.spec.geometry(decoder.dtype), method_of(config)
-        if progress is not None and decoder.device.type == "cuda":  # locking takes about a second per GB
-            progress("locking host memory", 0, plan.batch * plan.chosen.sequence_host_bytes)
-        device, host = make_arenas(plan, decoder.device)
+        if arenas is None:
+            if progress is not None and decoder.device.type == "cuda":  # locking takes about a second per GB
+                progress("locking host memory", 0, plan.batch * plan.chosen.sequence_host_bytes)
+            arenas = make_arenas(plan, decoder.device)
+        device, host = arenas
         cache = method(geometry, config, decoder.rope, device, host)
 
         def price(capacity_tokens: int) -> tuple[int, int]:
@@ -131,9 +140,13 @@ class LLM:
         plan, cache = choose_plan(
             self.spec, cache, dtype, memory, self.max_context_tokens, self._max_batch, bandwidth=bandwidth
         )
+        return self.under(cache, plan, make_arenas(plan, self.decoder.device), max_batch=self._max_batch)
+
+    def under(self, cache: CacheConfig, plan: Plan, arenas: tuple[Arena, Arena], *, max_batch: int) -> "LLM":
+        """The same loaded model under another method, in this memory; others may use it at other times."""
         other = LLM.__new__(LLM)
-        other._max_batch = self._max_batch
-        other._build(self.decoder, self.tokenizer, cache, plan, self._progress)
+        other._max_batch = max_batch
+        other._build(self.decoder, self.tokenizer, cache, plan, self._progress, arenas)
         return other
 
     @property
@@ -215,6 +228,24 @@ class LLM:
         outputs, self._finished = list(self._finished.values()), {}
         return outputs
 
+    def wait(self, ids: Sequence[str]) -> list[RequestOutput]:
+        """Step until these requests have ended; others that end meanwhile are kept for :meth:`step`.
+
+        The outputs are in the order of the ids.
+
+        Raises:
+            RequestError: there is no such request, or its output was given out already.
+        """
+        wanted, mine = set(ids), dict[str, RequestOutput]()
+        while len(mine) < len(wanted):
+            self._advance()
+            mine |= {name: self._finished.pop(name) for name in wanted & self._finished.keys()}
+            if not self.engine.has_work and (gone := wanted - mine.keys()):
+                raise RequestError(f"there is no request {min(gone)!r} to wait for")
+            if self._progress is not None:
+                self._progress("requests", len(mine), len(ids))
+        return [mine[request_id] for request_id in ids]
+
     def cancel(self, request_id: str) -> bool:
         """End a request now. Whether it was there."""
         return self.engine.cancel(request_id)
@@ -265,7 +296,7 @@ class LLM:
         try:
             for prompt, own in zip(prompts, params, strict=True):
                 ids.append(self._submit(prompt, own))
-            return self._wait(ids)
+            return self.wait(ids)
         except BaseException:
             self._abandon(ids)
             raise
@@ -291,16 +322,6 @@ class LLM:
         for output in result.outputs:
             if self._streams.pop(output.request_id, None) is None:
                 self._finished[output.request_id] = output
-
-    def _wait(self, ids: Sequence[str]) -> list[RequestOutput]:
-        """Step until these requests have ended; others that end meanwhile are kept for :meth:`step`."""
-        wanted, mine = set(ids), dict[str, RequestOutput]()
-        while len(mine) < len(ids):
-            self._advance()
-            mine |= {name: self._finished.pop(name) for name in wanted & self._finished.keys()}
-            if self._progress is not None:
-                self._progress("requests", len(mine), len(ids))
-        return [mine[request_id] for request_id in ids]
 
     def _abandon(self, ids: Sequence[str]) -> None:
         """Cancel requests whose caller has gone, and forget what came of them."""
