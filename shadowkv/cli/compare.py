@@ -1,13 +1,13 @@
 """``shadowkv compare``: how far a method's logits are from full attention's, and what each setting does to them."""
 
 import json as jsonlib
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shadowkv.cli.loading import MODEL_HELP, read_text
-from shadowkv.cli.options import flags_of, settings_as_flags
+from shadowkv.cli.options import settings_as_flags, swept
 from shadowkv.cli.parse import format_bytes
 from shadowkv.cli.terminal import Terminal, markdown_table, show_table
 from shadowkv.config import CacheConfig, FullConfig
@@ -122,24 +122,6 @@ def _check_length(settings: CompareSettings, spec: "ModelSpec") -> None:
             f"{settings.prompt_tokens:,} tokens of prompt and {settings.steps:,} steps; "
             f"{spec.architecture} takes {spec.context_tokens:,} ({spec.context_limit})"
         )
-
-
-def swept(base: CacheConfig, option: str) -> list[tuple[str, CacheConfig]]:
-    """The configs that one ``SETTING=VALUE,VALUE`` asks for, each with its label.
-
-    Raises:
-        ConfigError: no such setting, or no such value of it.
-    """
-    name, found, values = option.partition("=")
-    flags = {flag.option.removeprefix("--"): flag for flag in flags_of(type(base))}
-    flag = flags.get(name.replace("_", "-"))
-    if not found or not values or flag is None:
-        raise ConfigError(f"--sweep is {option!r}; give SETTING=VALUE,... with one of {', '.join(flags)}")
-    made: list[tuple[str, CacheConfig]] = []
-    for value in values.split(","):
-        change: dict[str, Any] = {flag.field: flag.swept_value(value)}
-        made.append((f"{name}={value}", replace(base, **change)))
-    return made
 
 
 def _cells(row: "Agreement") -> list[str]:

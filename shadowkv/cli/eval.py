@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from shadowkv.cli.loading import MODEL_HELP, LoadSettings, open_llm
+from shadowkv.cli.loading import MODEL_HELP, USUAL_BATCH, LoadSettings, open_llm
 from shadowkv.cli.options import methods as known_methods
-from shadowkv.cli.options import settings_as_flags
+from shadowkv.cli.options import settings_as_flags, swept
 from shadowkv.cli.parse import parse_number, parse_tokens
 from shadowkv.cli.terminal import Terminal, markdown_table, show_table
 from shadowkv.config import CacheConfig, FullConfig
@@ -30,6 +30,13 @@ class EvalSettings:
     """A file in SQuAD's layout, for qa_1."""
     hotpot: str | None = None
     """A file in HotpotQA's layout, for qa_2."""
+    workers: int = 1
+    """Processes that make samples ahead, while others are answered."""
+
+    def __post_init__(self) -> None:
+        for option, count in (("--samples", self.samples), ("--workers", self.workers)):
+            if count < 1:
+                raise ConfigError(f"{option} is {count}; it must be at least 1")
 
 
 @settings_as_flags
@@ -40,7 +47,11 @@ def evaluate(
     tasks: Annotated[str, typer.Option(help="Tasks or groups of them, with commas.")] = "niah_single_1",
     lengths: Annotated[str, typer.Option(help="Lengths of prompt and answer together, with commas.")] = "4k",
     compared: Annotated[
-        str | None, typer.Option("--methods", help="Methods, with commas. Default: full and the one of --method.")
+        str | None,
+        typer.Option(
+            "--methods",
+            help="Methods, with commas; METHOD:SETTING=VALUE changes a setting. Default: full and the one of --method.",
+        ),
     ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Budgets as shares of the length, as 1.56%,3.1%. Default: --budget-tokens.")
@@ -61,53 +72,82 @@ def evaluate(
     benchmarks. Differences to full attention are shown where their 95 % interval leaves out 0.
     """
     wanted = [parse_tokens(text) for text in lengths.split(",")]
-    shares = [_share(text) for text in budget.split(",")] if budget else [None]
+    shares = [_share(text) for text in budget.split(",")] if budget else None
     configs = _methods(compared, cache)
     terminal = Terminal(quiet=quiet)
 
+    from shadowkv.engine.placement import SMALLEST_CONTEXT_TOKENS, has_kernels
     from shadowkv.eval.harness import Answers, Harness, Method, with_budget
+    from shadowkv.eval.making import SampleSource, produce
     from shadowkv.eval.provenance import Provenance
     from shadowkv.eval.report import tables
-    from shadowkv.eval.ruler.recipe import Materials
-    from shadowkv.eval.sample import Length
     from shadowkv.eval.suite import find_haystack, find_tasks
+    from shadowkv.lineup import Lineup
+    from shadowkv.models.locate import locate
 
-    found = find_tasks(tasks.split(","))
+    methods = [Method(name, config) for name, config in configs.items()]
+    found = [task.name for task in find_tasks(tasks.split(","))]
     squad, hotpot = (None if path is None else Path(path) for path in (settings.squad, settings.hotpot))
-    materials = Materials(find_haystack(settings.haystack), squad, hotpot, seed=settings.sample_seed)
+    find_haystack(settings.haystack)
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
     answers = Answers(directory / "answers.jsonl")
-    # The context, the copy that an answer is made on, and the one before it while a dialogue goes on.
-    room = replace(load, max_batch=3, max_context_tokens=load.max_context_tokens or max(wanted))
-    llm = open_llm(model, FullConfig(), room, terminal)
+    source = SampleSource(
+        locate(model, load.adapter).path,
+        settings.haystack,
+        squad,
+        hotpot,
+        settings.sample_seed,
+        chat,
+        settings.samples,
+    )
+    # Only its weights are used: the methods' sequences get memory together, length by length.
+    small = replace(load, max_batch=1, max_context_tokens=SMALLEST_CONTEXT_TOKENS)
+    llm = open_llm(model, FullConfig(), small, Terminal(quiet=True) if quiet else terminal)
+    rows = load.max_batch or (USUAL_BATCH if has_kernels(llm.decoder.device) else 1)
     made = Provenance.here(llm.decoder.device)
     dtype = str(llm.decoder.dtype).removeprefix("torch.")
     about = {"model": model, "dtype": dtype, "seed": settings.sample_seed, "measured": made.to_dict()}
-    harness = Harness(llm, answers, about, reference_rules=reference_metrics)
+    samples = produce(source, [(task, length) for length in wanted for task in found], settings.workers)
     with terminal.progress():
         for length in wanted:
-            fitted = Length.of(llm.tokenizer, length, chat=chat)
-            variants: dict[str, Method] = {}
-            for name, config in configs.items():
-                for share in shares:
-                    method = Method(name, config) if share is None else with_budget(name, config, share, length)
-                    variants[method.label] = method
-            samples = [one for task in found for one in task.make(fitted, materials, settings.samples)]
-            for method in variants.values():
-                harness.run(samples, fitted.frame, length, method, terminal.report)
+            variants = list(
+                {
+                    (one.label, one.key): one
+                    for method in methods
+                    for one in ([method] if shares is None else [with_budget(method, s, length) for s in shares])
+                }.values()
+            )
+            lineup = Lineup(
+                llm,
+                [method.config for method in variants],
+                context_tokens=load.max_context_tokens or length,
+                max_rows=rows,
+            )
+            harness = Harness(lineup, answers, about, reference_rules=reference_metrics)
+            fitted = source.length(length)
+            for task in found:
+                terminal.report(f"making samples of {task} at {length}", 0, settings.samples)
+                harness.run(next(samples), fitted.frame, length, variants, terminal.report)
+            del harness, lineup  # its memory is the next one's
     _print(answers.rows, tables(answers.rows), directory, title=f"{model} in {dtype}; {made.line()}", json=json)
 
 
 def _methods(compared: str | None, cache: CacheConfig) -> dict[str, CacheConfig]:
-    """Full attention first, since the others are compared with it."""
+    """By name: full attention first, since the others are compared with it, then what ``--methods`` lists."""
     known = known_methods()
     own = next(name for name, kind in known.items() if kind is type(cache))
     chosen: dict[str, CacheConfig] = {"full": FullConfig()}
-    for name in compared.split(",") if compared else [own]:
+    for text in compared.split(",") if compared else [own]:
+        name, *changes = text.split(":")
         if name not in known:
             raise ConfigError(f"--methods names {name!r}; allowed: {', '.join(known)}")
-        chosen[name] = cache if name == own else known[name]()
+        config = cache if name == own else known[name]()
+        for change in changes:
+            if change.count("=") != 1:
+                raise ConfigError(f"--methods has {text!r}; give METHOD:SETTING=VALUE, such as quest:page-tokens=8")
+            ((_, config),) = swept(config, change, flag_name="--methods")
+        chosen[text] = config
     return chosen
 
 

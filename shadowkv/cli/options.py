@@ -86,6 +86,27 @@ def flags_of(config: type) -> list[Flag]:
     return found
 
 
+def swept(base: CacheConfig, option: str, flag_name: str = "--sweep") -> list[tuple[str, CacheConfig]]:
+    """The configs that one ``SETTING=VALUE,VALUE`` asks for, each with its label.
+
+    Args:
+        flag_name: what the error names.
+
+    Raises:
+        ConfigError: no such setting, or no such value of it.
+    """
+    name, found, values = option.partition("=")
+    flags = {flag.option.removeprefix("--"): flag for flag in flags_of(type(base))}
+    flag = flags.get(name.replace("_", "-"))
+    if not found or not values or flag is None:
+        raise ConfigError(f"{flag_name} has {option!r}; give SETTING=VALUE,... with one of {', '.join(flags)}")
+    made: list[tuple[str, CacheConfig]] = []
+    for value in values.split(","):
+        change: dict[str, Any] = {flag.field: flag.swept_value(value)}
+        made.append((f"{name}={value}", replace(base, **change)))
+    return made
+
+
 def field_docs(config: type) -> dict[str, str]:
     """The string under each field of a class or of those that it extends, on one line."""
     docs = {}

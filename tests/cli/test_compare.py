@@ -34,7 +34,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
         (("--prompt-tokens", 3000, "--steps", 8), "the text has 2000 tokens and 3009 are needed"),
         (("--prompt-tokens", 1020, "--steps", 8), "1,020 tokens of prompt and 8 steps; llama takes 1,024"),
         (("--passage", "neither"), "--passage is 'neither'; allowed: natural, copy, both"),
-        (("--sweep", "rank"), "--sweep is 'rank'; give SETTING=VALUE"),
+        (("--sweep", "rank"), "--sweep has 'rank'; give SETTING=VALUE"),
     ],
 )
 def test_refusals(run: Run, words: list[object], more: tuple[object, ...], says: str) -> None:
