@@ -10,7 +10,7 @@ from shadowkv.cache.base import Cache, CachedSequence
 from shadowkv.cache.pool import Reservation
 from shadowkv.cache.recorded import RecordedPrompt
 from shadowkv.engine.graphs import StepRunner
-from shadowkv.models.decoder import Decoder
+from shadowkv.models.decoder import Decoder, LayerProgress
 
 Progress = Callable[[int, int], None]
 """Called with tokens done and tokens in all."""
@@ -33,10 +33,13 @@ class Runner:
         """Prompts, by their tokens, that are taken from a record instead of being computed anew."""
 
     @torch.inference_mode()
-    def record(self, token_ids: Sequence[int], prompt_queries: int) -> RecordedPrompt:
+    def record(
+        self, token_ids: Sequence[int], prompt_queries: int, progress: LayerProgress | None = None
+    ) -> RecordedPrompt:
         """Compute a prompt for any number of caches, on the device; see :attr:`recorded`."""
         prompt = RecordedPrompt(self.cache.geometry, self.decoder.device, prompt_queries)
-        prompt.logits_V = self.decoder.logits(self.decoder.prefill(self._input(token_ids), prompt, None))[-1]
+        hidden_1M = self.decoder.prefill(self._input(token_ids), prompt, None, progress=progress)
+        prompt.logits_V = self.decoder.logits(hidden_1M)[-1]
         return prompt
 
     @torch.inference_mode()

@@ -1,22 +1,23 @@
 """How far a method's logits are from full attention's, on a text whose next tokens are given.
 
-The prompt's attention is exact under every method, so it is computed once and given to all of them. Then
-each is fed the same tokens, one a step, and its logits are compared with full attention's at that step.
+The prompt's attention is exact under every method, so it is computed once, recorded, and given to one after the
+other. Each is fed the same tokens, one a step, and its logits are compared with full attention's at that step.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shadowkv.cache.arena import Arena
-from shadowkv.cache.base import Cache, CachedSequence
+from shadowkv.cache.base import CacheStats
 from shadowkv.cache.methods import method_of
+from shadowkv.cache.recorded import RecordedPrompt, recorded_bytes
 from shadowkv.config import CacheConfig, FullConfig
 from shadowkv.engine.memory import find_memory
+from shadowkv.engine.placement import make_steps
 from shadowkv.engine.plan import activation_bytes
 from shadowkv.engine.runner import Runner
 from shadowkv.errors import CapacityError, RequestError
@@ -107,36 +108,6 @@ class Agreement:
         return asdict(self)
 
 
-@dataclass(eq=False)
-class _Subject:
-    label: str
-    cache: Cache[Any, Any]
-    seq: CachedSequence
-
-
-class _Everyone:
-    """Gives each layer of the prompt to all subjects."""
-
-    def __init__(self, subjects: Sequence[_Subject]) -> None:
-        self.subjects = subjects
-
-    def begin_prompt(self, seq: None, tokens: int) -> None:
-        for subject in self.subjects:
-            subject.cache.begin_prompt(subject.seq, tokens)
-
-    @property
-    def prompt_queries(self) -> int:
-        return max(subject.cache.prompt_queries for subject in self.subjects)
-
-    def take_layer(
-        self, layer: int, seq: None, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor, q_NWD: Tensor | None = None
-    ) -> None:
-        for subject in self.subjects:
-            wanted = subject.cache.prompt_queries
-            own_NWD = q_NWD[:, -wanted:] if q_NWD is not None and wanted else None
-            subject.cache.take_layer(layer, subject.seq, k_pre_SKD, k_KSD, v_KSD, own_NWD)
-
-
 @torch.inference_mode()
 def compare(
     decoder: Decoder, passage: Passage, methods: Sequence[tuple[str, CacheConfig]], report: Report
@@ -146,7 +117,7 @@ def compare(
     Raises:
         RequestError: the passage is longer than the model takes.
         ConfigError: a method's settings do not fit the model.
-        CapacityError: the methods' caches do not fit beside each other; says what is needed and what is there.
+        CapacityError: the prompt's record and a cache do not fit beside each other; says what is needed and there.
     """
     total = len(passage.prompt_ids) + len(passage.forced_ids)
     if total > decoder.spec.context_tokens:
@@ -155,72 +126,69 @@ def compare(
             f"({decoder.spec.context_limit})"
         )
     everyone = [("full", FullConfig()), *methods]
-    _require_memory(decoder, [config for _, config in everyone], total)
-    subjects = [_open(decoder, label, config, total) for label, config in everyone]
+    geometry = decoder.spec.geometry(decoder.dtype)
+    nothing = Arena(0, decoder.device)
+    caches = [method_of(config)(geometry, config, decoder.rope, nothing, nothing) for _, config in everyone]
+    queries = max(cache.prompt_queries for cache in caches)
+    _require_memory(decoder, [config for _, config in everyone], total, queries)
     layers = decoder.spec.layers
-    decoder.prefill(
-        torch.tensor(passage.prompt_ids, device=decoder.device),
-        _Everyone(subjects),
-        None,
-        progress=lambda done, _: report(f"{passage.name}: prefill", done, layers),
+    recorder = Runner(decoder, caches[0])
+    prompt = recorder.record(
+        passage.prompt_ids, queries, progress=lambda done, _: report(f"{passage.name}: prefill", done, layers)
     )
     results: list[Agreement] = []
     reference_TV: Tensor | None = None
-    for done, subject in enumerate(subjects):
-        report(f"{passage.name}: methods", done, len(subjects))
-        logprobs_TV = _feed(decoder, subject, passage.forced_ids[:-1])
+    for done, (label, config) in enumerate(everyone):
+        report(f"{passage.name}: {label}", done, len(everyone))
+        logprobs_TV, stats = _feed(decoder, config, prompt, passage.forced_ids[:-1])
         if reference_TV is None:
             reference_TV = logprobs_TV
-        results.append(_measure(passage, subject, logprobs_TV, reference_TV))
-        subject.cache.release(subject.seq)
-    report(f"{passage.name}: methods", len(subjects), len(subjects))
+        results.append(_measure(passage, label, stats, logprobs_TV, reference_TV))
+    report(f"{passage.name}: methods", len(everyone), len(everyone))
     return results
 
 
-def _require_memory(decoder: Decoder, configs: Sequence[CacheConfig], tokens: int) -> None:
-    """All caches live at once, since one prefill feeds them all."""
+def _require_memory(decoder: Decoder, configs: Sequence[CacheConfig], tokens: int, prompt_queries: int) -> None:
+    """The recorded prompt, and one cache after the other."""
     geometry = decoder.spec.geometry(decoder.dtype)
     prices = [method_of(config).price(geometry, config, tokens) for config in configs]
-    on_device = sum(price.device_bytes for price in prices)
+    on_device = max(price.device_bytes for price in prices) + recorded_bytes(geometry, tokens, prompt_queries)
     on_device += activation_bytes(decoder.spec, decoder.dtype, tokens, 1)
-    on_host = sum(price.host_bytes for price in prices)
+    on_host = max(price.host_bytes for price in prices)
     memory = find_memory(decoder.device, None, None)
     fits = on_device + on_host <= memory.device_bytes if memory.shared else on_device <= memory.device_bytes
     if not fits or (not memory.shared and on_host > memory.host_bytes):
         there = "together" if memory.shared else f"and {memory.host_bytes:,} on the host"
         raise CapacityError(
-            f"{len(configs)} caches of {tokens:,} tokens need {on_device:,} bytes on the device and {on_host:,} on the "
-            f"host at once; there are {memory.device_bytes:,} {there}. Compare fewer settings at a time, or a "
-            "shorter prompt"
+            f"a prompt of {tokens:,} tokens with a cache takes {on_device:,} bytes on the device and {on_host:,} on "
+            f"the host; there are {memory.device_bytes:,} {there}. Take a shorter prompt"
         )
 
 
-def _open(decoder: Decoder, label: str, config: CacheConfig, tokens: int) -> _Subject:
-    geometry, method = decoder.spec.geometry(decoder.dtype), method_of(config)
-    method.check(geometry, config)
+def _feed(
+    decoder: Decoder, config: CacheConfig, prompt: RecordedPrompt, token_ids: Sequence[int]
+) -> tuple[Tensor, CacheStats]:
+    """Log-probabilities [T, V] after each token, on the CPU, as decoding gives them: by kernels where there are any."""
+    geometry, method, tokens = decoder.spec.geometry(decoder.dtype), method_of(config), prompt.tokens + len(token_ids)
     price = method.price(geometry, config, tokens)
     device = Arena(price.device_bytes, decoder.device)
     host = Arena(price.host_bytes, "cpu", pinned=decoder.device.type == "cuda")
     cache = method(geometry, config, decoder.rope, device, host)
-    return _Subject(label, cache, cache.open(tokens))
+    runner = Runner(decoder, cache, make_steps(decoder, cache, 1, tokens))
+    seq = cache.open(tokens)
+    cache.take_prompt(seq, prompt)
+    rows = [runner.decode([seq], [token])[0].log_softmax(-1).cpu() for token in token_ids]
+    return torch.stack(rows), cache.stats(seq)
 
 
-def _feed(decoder: Decoder, subject: _Subject, token_ids: Sequence[int]) -> Tensor:
-    """Log-probabilities [T, V] after each token, on the CPU."""
-    runner = Runner(decoder, subject.cache)
-    rows = [runner.decode([subject.seq], [token])[0].log_softmax(-1).cpu() for token in token_ids]
-    return torch.stack(rows)
-
-
-def _measure(passage: Passage, subject: _Subject, logprobs_TV: Tensor, reference_TV: Tensor) -> Agreement:
+def _measure(passage: Passage, label: str, stats: CacheStats, logprobs_TV: Tensor, reference_TV: Tensor) -> Agreement:
     steps = len(logprobs_TV)
     targets_T = torch.tensor(passage.forced_ids[1:])
     same_T = (logprobs_TV.argmax(-1) == reference_TV.argmax(-1)).float()
     kl_T = (reference_TV.exp() * (reference_TV - logprobs_TV)).sum(-1).clamp_min(0)  # below 0 only by rounding
-    stats = subject.cache.stats(subject.seq)
     return Agreement(
         passage=passage.name,
-        label=subject.label,
+        label=label,
         prompt_tokens=len(passage.prompt_ids),
         steps=steps,
         top1=estimate(same_T),

@@ -76,10 +76,12 @@ def test_a_passage_beyond_the_model_is_refused(device):
         compare(tiny_decoder(device), natural_passage(prompt(9000), 8500, 10), [], unseen)
 
 
-def test_caches_that_do_not_fit_beside_each_other_are_refused_before_any_is_opened(device, monkeypatch):
-    there = 3 << 20
+def test_a_prompt_that_does_not_fit_is_refused_however_many_methods_there_are(device, monkeypatch):
     monkeypatch.setattr(agreement, "find_memory", lambda *_: Memory(there, 0, shared=True))
-    passage = natural_passage(prompt(500), 400, 12)
-    compare(tiny_decoder(device), passage, [("sparse", SPARSE)], unseen)
-    with pytest.raises(CapacityError, match=rf"31 caches of 413 tokens need .* there are {there:,} together"):
-        compare(tiny_decoder(device), passage, [("sparse", SPARSE)] * 30, unseen)
+    there, passage = 3 << 20, natural_passage(prompt(500), 400, 12)
+    compare(tiny_decoder(device), passage, [("sparse", SPARSE)] * 30, unseen)
+    there = 1 << 20
+    with pytest.raises(
+        CapacityError, match=rf"a prompt of 413 tokens with a cache takes .* there are {there:,} together"
+    ):
+        compare(tiny_decoder(device), passage, [("sparse", SPARSE)], unseen)
