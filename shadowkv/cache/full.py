@@ -5,11 +5,12 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from shadowkv.cache.base import DENSE_APPEND_TOKENS, Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
+from shadowkv.cache.dense_step import DenseStep, dense_step_regions
 from shadowkv.cache.layout import Region
 from shadowkv.cache.pool import Reservation
-from shadowkv.cache.step import DecodeStep, attention_regions, table_regions
+from shadowkv.cache.step import DecodeStep
 from shadowkv.config import FullConfig
-from shadowkv.ops.rows import Address, RowFacts
+from shadowkv.ops.rows import RowFacts
 from shadowkv.ops.views import DenseView, View
 
 
@@ -74,10 +75,10 @@ class FullCache(Cache[FullConfig, CachedSequence]):
     def step_regions(
         cls, geometry: Geometry, config: FullConfig, max_rows: int, capacity_tokens: int
     ) -> list[Region] | None:
-        return table_regions(geometry.layers, max_rows) + attention_regions(geometry, max_rows, capacity_tokens)
+        return dense_step_regions(geometry, max_rows, capacity_tokens)
 
     def make_step(self, max_rows: int, capacity_tokens: int) -> DecodeStep:
-        return FullStep(self, max_rows, capacity_tokens)
+        return DenseStep(self, max_rows, capacity_tokens, _facts)
 
     def stats(self, seq: CachedSequence) -> CacheStats:
         g = self.geometry
@@ -87,26 +88,7 @@ class FullCache(Cache[FullConfig, CachedSequence]):
         )
 
 
-class FullStep(DecodeStep):
+def _facts(seq: CachedSequence) -> RowFacts:
     """A sequence is one ring that never comes round."""
-
-    def __init__(self, cache: FullCache, max_rows: int, capacity_tokens: int) -> None:
-        self.geometry = cache.geometry
-        regions = cache.step_regions(cache.geometry, cache.config, max_rows, capacity_tokens)
-        columns = {Address.K: "k", Address.V: "v"}
-        device = cache.device_arena.device
-        super().__init__(cache.geometry.layers, max_rows, columns, regions or [], capacity_tokens, device)
-
-    def facts(self, seq: CachedSequence) -> RowFacts:
-        slots = seq.tensors["k"].shape[2]
-        return RowFacts(tokens=seq.tokens, write_slot=seq.tokens - 1, slots=slots, ring_slots=slots)
-
-    def attend(self, layer: int, q_BND: Tensor, out_BND: Tensor) -> None:
-        from shadowkv.ops.triton.attention import attend
-
-        rows, heads, kv_heads = q_BND.shape[0], self.geometry.heads, self.geometry.kv_heads
-        scratch = self.attention_scratch(rows, kv_heads, heads)
-        attend(self.layer(layer, rows), q_BND, kv_heads, 1, None, out_BND, scratch)
-
-    def finish(self) -> None:
-        """Nothing is left running."""
+    slots = seq.tensors["k"].shape[2]
+    return RowFacts(tokens=seq.tokens, write_slot=seq.tokens - 1, slots=slots, ring_slots=slots)

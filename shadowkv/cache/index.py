@@ -4,6 +4,7 @@ How logits become a selection is not its business (``ops.select``), so another i
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -43,6 +44,20 @@ class Joining(NamedTuple):
     most: int
 
 
+class TableIndex(Index, Protocol):
+    """An index whose logits are products of a query with one entry per chunk, of a table [layers, K, CHUNKS, W]."""
+
+    table: str
+    """The name of the tensor."""
+
+    def table_query(self, layer: int, q_BND: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        """What entries are multiplied with, [B, N, W] in the queries' dtype; logits are these products over sqrt(D).
+
+        Args:
+            kept: tensors of the index of all rows, [layers, B, ...], by their names.
+        """
+
+
 class BatchIndex(Index, Protocol):
     """An index that works by kernels too, for all rows of a step."""
 
@@ -57,6 +72,8 @@ class BatchIndex(Index, Protocol):
 class Landmarks:
     """Mean post-RoPE key per chunk; the logit is its scaled product with the query."""
 
+    table = "landmarks"
+
     def regions(self, geometry: Geometry, chunks: int) -> list[Region]:
         shape = (geometry.layers, geometry.kv_heads, chunks, geometry.head_dim)
         return [Region("landmarks", "landmarks", shape, geometry.dtype)]
@@ -70,6 +87,9 @@ class Landmarks:
         heads, tokens, _ = q_NTD.shape
         logits_KQC = group_queries(q_NTD, kv_heads).float() @ landmarks_KCD.mT / math.sqrt(dim)
         return logits_KQC.reshape(kv_heads, heads // kv_heads, tokens, chunks)
+
+    def table_query(self, layer: int, q_BND: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        return q_BND
 
     def score(self, rows: LayerRows, q_BND: Tensor, logits_BKGC: Tensor, parts_BKGZ2: Tensor) -> None:
         from shadowkv.ops.triton.score import score_landmarks
@@ -92,7 +112,7 @@ class Landmarks:
         )
 
 
-def make_index(config: LandmarksConfig) -> BatchIndex:
+def make_index(config: LandmarksConfig) -> Landmarks:
     """The index of these settings."""
     assert isinstance(config, LandmarksConfig)
     return Landmarks()

@@ -6,17 +6,18 @@ the first coordinates are kept beside the exact keys, so that a full budget equa
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from shadowkv.cache.base import Geometry
-from shadowkv.cache.index import Index
+from shadowkv.cache.index import TableIndex
 from shadowkv.cache.layout import Region
-from shadowkv.cache.selective import SelectiveCache, SelectiveSequence
+from shadowkv.cache.selective import SelectiveCache
 from shadowkv.config import LokiConfig
 from shadowkv.ops.attention import group_queries
-from shadowkv.ops.lowrank import find_subspace
+from shadowkv.ops.lowrank import find_spectra
 
 PAPER_SHARE = 4
 """The paper ranks by a quarter of the head width (d_f = 0.25)."""
@@ -24,6 +25,8 @@ PAPER_SHARE = 4
 
 class PrincipalKeys:
     """The first ``rank`` coordinates of each key in the basis of its head's principal directions."""
+
+    table = "principal_keys"
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -37,8 +40,9 @@ class PrincipalKeys:
 
     def learn(self, layer: int, tensors: dict[str, Tensor], k_KSD: Tensor) -> None:
         """The principal directions of these keys, about their mean."""
-        for basis_DR, k_SD in zip(tensors["principal"][layer], k_KSD, strict=True):
-            basis_DR.copy_(find_subspace(k_SD[:, None], self.rank, centre=True).basis_KDR[0])
+        spectra = find_spectra([k_SD[:, None] for k_SD in k_KSD], centre=True)
+        for basis_DR, spectrum in zip(tensors["principal"][layer], spectra, strict=True):
+            basis_DR.copy_(spectrum.subspace(self.rank, 1).basis_KDR[0])
 
     def write(self, layer: int, tensors: dict[str, Tensor], first_chunk: int, k_KCLD: Tensor) -> None:
         """Chunks are of one token."""
@@ -55,6 +59,12 @@ class PrincipalKeys:
         logits_KQC = q_KQR @ keys_KCR.mT / math.sqrt(dim)
         return logits_KQC.reshape(kv_heads, heads // kv_heads, tokens, chunks)
 
+    def table_query(self, layer: int, q_BND: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        basis_BKDR = kept["principal"][layer]
+        batch, kv_heads, _, rank = basis_BKDR.shape
+        q_BKGD = q_BND.float().reshape(batch, kv_heads, -1, q_BND.shape[2])
+        return (q_BKGD @ basis_BKDR).to(q_BND.dtype).reshape(batch, -1, rank)
+
 
 class LokiCache(SelectiveCache[LokiConfig]):
     """Units are single tokens; attention over the chosen ones uses their exact keys."""
@@ -63,9 +73,13 @@ class LokiCache(SelectiveCache[LokiConfig]):
     index: PrincipalKeys
 
     @classmethod
-    def index_of(cls, geometry: Geometry, config: LokiConfig) -> Index:
+    def index_of(cls, geometry: Geometry, config: LokiConfig) -> TableIndex:
         rank = config.score_dims if config.score_dims is not None else geometry.head_dim // PAPER_SHARE
         return PrincipalKeys(min(max(rank, 1), geometry.head_dim))
 
-    def begin_selection(self, layer: int, seq: SelectiveSequence, k_KSD: Tensor) -> None:
-        self.index.learn(layer, seq.tensors, k_KSD)
+    def begin_selection(self, tensors: dict[str, Tensor], k_HSD: Tensor) -> None:
+        self.index.learn(0, tensors, k_HSD)
+
+    @classmethod
+    def kept_for_steps(cls) -> tuple[str, ...]:
+        return ("principal",)

@@ -1,12 +1,13 @@
 """The ceiling of a budget: units are ranked by the attention that they would really get."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from shadowkv.cache.base import Geometry
-from shadowkv.cache.index import Index
+from shadowkv.cache.index import TableIndex
 from shadowkv.cache.layout import Region
 from shadowkv.cache.selective import SelectiveCache
 from shadowkv.config import OracleConfig
@@ -15,6 +16,8 @@ from shadowkv.ops.attention import group_queries
 
 class ExactScores:
     """Nothing beside the keys; a unit's logit is the log-sum-exp of its tokens' logits."""
+
+    table = "k"
 
     def __init__(self, unit_tokens: int) -> None:
         self.unit_tokens = unit_tokens
@@ -35,6 +38,9 @@ class ExactScores:
             by_head.append(torch.logsumexp(logits_QS.reshape(-1, chunks, self.unit_tokens), dim=-1))
         return torch.stack(by_head).reshape(kv_heads, heads // kv_heads, tokens, chunks)
 
+    def table_query(self, layer: int, q_BND: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        return q_BND
+
 
 class OracleCache(SelectiveCache[OracleConfig]):
     """A bound and no method: it reads every key in every step."""
@@ -42,5 +48,9 @@ class OracleCache(SelectiveCache[OracleConfig]):
     name = "oracle"
 
     @classmethod
-    def index_of(cls, geometry: Geometry, config: OracleConfig) -> Index:
+    def index_of(cls, geometry: Geometry, config: OracleConfig) -> TableIndex:
         return ExactScores(config.chunk_tokens)
+
+    @classmethod
+    def entries_per_unit(cls, config: OracleConfig) -> int:
+        return config.chunk_tokens

@@ -1,10 +1,12 @@
 """ShadowKV's selection and outliers over exact keys and values: what its compression costs is the difference."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from shadowkv.cache.base import Geometry
-from shadowkv.cache.index import Index, make_index
+from shadowkv.cache.index import TableIndex, make_index
 from shadowkv.cache.layout import Region
 from shadowkv.cache.selective import SelectiveCache, SelectiveSequence
 from shadowkv.config import SelectionConfig
@@ -17,7 +19,7 @@ class SelectionCache(SelectiveCache[SelectionConfig]):
     name = "selection"
 
     @classmethod
-    def index_of(cls, geometry: Geometry, config: SelectionConfig) -> Index:
+    def index_of(cls, geometry: Geometry, config: SelectionConfig) -> TableIndex:
         return make_index(config.index)
 
     @classmethod
@@ -29,10 +31,17 @@ class SelectionCache(SelectiveCache[SelectionConfig]):
         shape = (geometry.layers, geometry.kv_heads, config.outlier_chunks)
         return [Region("outlier_ids", "bookkeeping", shape, torch.int32)]
 
-    def begin_selection(self, layer: int, seq: SelectiveSequence, k_KSD: Tensor) -> None:
-        units = self._context_units(self.config, k_KSD.shape[1])
-        k_KCLD = split_chunks(k_KSD, self.config.chunk_tokens)[:, :units]
-        seq.tensors["outlier_ids"][layer] = choose_outliers(k_KCLD, self.config.outlier_chunks, self.config.sink_units)
+    def begin_selection(self, tensors: dict[str, Tensor], k_HSD: Tensor) -> None:
+        units = self.context_units(self.config, k_HSD.shape[1])
+        k_HCLD = split_chunks(k_HSD, self.config.chunk_tokens)[:, :units]
+        tensors["outlier_ids"][0] = choose_outliers(k_HCLD, self.config.outlier_chunks, self.config.sink_units)
+
+    @classmethod
+    def kept_for_steps(cls) -> tuple[str, ...]:
+        return ("outlier_ids",)
+
+    def step_always(self, layer: int, kept: Mapping[str, Tensor], rows: int) -> Tensor:
+        return kept["outlier_ids"][layer]
 
     def always(self, layer: int, seq: SelectiveSequence) -> Tensor:
         return seq.tensors["outlier_ids"][layer].long()

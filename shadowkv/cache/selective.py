@@ -6,6 +6,7 @@ the budget covers all of them the view is dense and exact, and nothing is indexe
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,14 +16,21 @@ from torch import Tensor
 
 from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
-from shadowkv.cache.index import Index
+from shadowkv.cache.index import TableIndex
 from shadowkv.cache.layout import Region, copy_by_head
 from shadowkv.cache.pool import Reservation
+from shadowkv.cache.recorded import RecordedPrompt
+from shadowkv.cache.selective_step import SelectiveStep, selective_step_regions
+from shadowkv.cache.step import DecodeStep
 from shadowkv.config import SelectiveConfig
 from shadowkv.ops.chunks import split_chunks
 from shadowkv.ops.rope import Rope
+from shadowkv.ops.rows import LayerRows
 from shadowkv.ops.select import chunk_scores, top_chunks
 from shadowkv.ops.views import DenseView, SlotView, View
+
+INDEXED_TOKENS = 65536
+"""Tokens of a layer that are indexed at a time, of all layers together: bounds the workspace."""
 
 
 @dataclass(eq=False)
@@ -47,7 +55,7 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
 
     @classmethod
     @abstractmethod
-    def index_of(cls, geometry: Geometry, config: SelectiveT) -> Index:
+    def index_of(cls, geometry: Geometry, config: SelectiveT) -> TableIndex:
         """What units are ranked by."""
 
     @classmethod
@@ -60,29 +68,56 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
         sinks_O = torch.arange(self.config.sink_units, device=self.device_arena.device)
         return sinks_O.expand(self.geometry.kv_heads, -1)
 
-    def begin_selection(self, layer: int, seq: SelectiveSequence, k_KSD: Tensor) -> None:
-        """Learn from the keys that there are when units are selected for the first time, before they are indexed."""
+    def begin_selection(self, tensors: dict[str, Tensor], k_HSD: Tensor) -> None:
+        """Learn from the keys that there are when units are selected for the first time, before they are indexed.
+
+        Args:
+            tensors: the sequence's, [1, H, ...], of the H heads of some layers together.
+            k_HSD: their keys.
+        """
 
     def scores(self, layer: int, seq: SelectiveSequence, units: int, q_NTD: Tensor, selectable_KC: Tensor) -> Tensor:
         """[K, C] over the first ``units`` units, -inf where not selectable."""
         return chunk_scores(self.index.logits(layer, seq.tensors, units, q_NTD), selectable_KC)
 
+    # What a method says about its step by kernels.
+
+    @classmethod
+    def entries_per_unit(cls, config: SelectiveT) -> int:
+        """Entries of the index's table that a unit's logit is the log-sum-exp of."""
+        return 1
+
+    @classmethod
+    def kept_for_steps(cls) -> tuple[str, ...]:
+        """Names of small tensors of a sequence, [layers, ...], that :meth:`step_always` or the index needs."""
+        return ()
+
+    def step_always(self, layer: int, kept: Mapping[str, Tensor], rows: int) -> Tensor:
+        """:meth:`always` of all rows, [rows, K, O]."""
+        sinks_O = torch.arange(self.config.sink_units, device=self.device_arena.device)
+        return sinks_O.expand(rows, self.geometry.kv_heads, -1)
+
+    def step_scores(self, layer: int, rows: LayerRows, q_BND: Tensor, step: SelectiveStep, open_BKC: Tensor) -> Tensor:
+        """:meth:`scores` of all rows, [B, K, C] in float32; of units that are not open, anything."""
+        logits_BKGC = step.logits(layer, rows, q_BND).masked_fill(~open_BKC[:, :, None], -torch.inf)
+        return torch.log_softmax(logits_BKGC, dim=-1).amax(dim=2)
+
     # Memory.
 
     @classmethod
-    def _context_units(cls, config: SelectiveT, tokens: int) -> int:
+    def context_units(cls, config: SelectiveT, tokens: int) -> int:
         """Complete units older than the recent tokens, for queries that ``tokens`` tokens stand before."""
         return max(tokens - config.recent_tokens, 0) // config.unit_tokens
 
     @classmethod
-    def _selects(cls, config: SelectiveT, units: int) -> bool:
+    def selects(cls, config: SelectiveT, units: int) -> bool:
         return units > cls.always_units(config) + config.budget_units
 
     @classmethod
     def regions(cls, geometry: Geometry, config: SelectiveT, capacity_tokens: int) -> tuple[list[Region], list[Region]]:
         shape = (geometry.layers, geometry.kv_heads, capacity_tokens, geometry.head_dim)
         keys, values = Region("k", "keys", shape, geometry.dtype), Region("v", "values", shape, geometry.dtype)
-        if not cls._selects(config, cls._context_units(config, capacity_tokens)):
+        if not cls.selects(config, cls.context_units(config, capacity_tokens)):
             return [keys, values], []
         index = cls.index_of(geometry, config).regions(geometry, -(-capacity_tokens // config.unit_tokens))
         device = [keys, *index, *cls.more_regions(geometry, config)]
@@ -111,7 +146,7 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
     def begin_prompt(self, seq: SelectiveSequence, tokens: int) -> None:
         self._check_prompt(seq, tokens)
         seq.tokens = tokens
-        if self._selects(self.config, self._context_units(self.config, tokens)):
+        if self.selects(self.config, self.context_units(self.config, tokens)):
             seq.indexed_units = tokens // self.config.unit_tokens
 
     def take_layer(
@@ -126,31 +161,37 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
         require_finite(layer, k_KSD)
         seq.tensors["k"][layer, :, : seq.tokens] = k_KSD
         copy_by_head(v_KSD, seq.tensors["v"][layer, :, : seq.tokens])
+        if seq.indexed_units and layer == self.geometry.layers - 1:
+            self._index(seq, 0)
+
+    def take_prompt(self, seq: SelectiveSequence, prompt: RecordedPrompt) -> None:
+        """All layers in one copy."""
+        self.begin_prompt(seq, prompt.tokens)
+        seq.tensors["k"][:, :, : seq.tokens] = prompt.k_LKSD
+        copy_by_head(prompt.v_LKSD.flatten(0, 1), seq.tensors["v"].flatten(0, 1)[:, : seq.tokens])
         if seq.indexed_units:
-            self._index_layer(layer, seq, 0, seq.indexed_units)
+            self._index(seq, 0)
 
     def extend(self, seqs: Seq[SelectiveSequence], tokens: int, rope_lengths: Seq[int] | None = None) -> None:
         self._check_room(seqs, tokens)
         for seq in seqs:
-            if self._selects(self.config, self._context_units(self.config, seq.tokens)):
-                self._index_new_units(seq)
+            units, first = self.context_units(self.config, seq.tokens), seq.indexed_units
+            if self.selects(self.config, units) and units > first:
+                seq.indexed_units = seq.tokens // self.config.unit_tokens
+                self._index(seq, first)
             seq.tokens += tokens
 
-    def _index_new_units(self, seq: SelectiveSequence) -> None:
-        """Index the units that have been completed since the last time."""
-        first, stop = seq.indexed_units, seq.tokens // self.config.unit_tokens
-        if first < stop:
-            for layer in range(self.geometry.layers):
-                self._index_layer(layer, seq, first, stop)
-            seq.indexed_units = stop
-
-    def _index_layer(self, layer: int, seq: SelectiveSequence, first: int, stop: int) -> None:
-        size, k_KSD = self.config.unit_tokens, seq.tensors["k"][layer]
-        if layer < self.config.dense_layers:
-            return
-        if first == 0:
-            self.begin_selection(layer, seq, k_KSD[:, : seq.tokens])
-        self.index.write(layer, seq.tensors, first, split_chunks(k_KSD[:, first * size : stop * size], size))
+    def _index(self, seq: SelectiveSequence, first: int) -> None:
+        """Index the units from ``first`` on, of as many layers at a time as bounds the workspace."""
+        size, stop = self.config.unit_tokens, seq.indexed_units
+        layers = max(INDEXED_TOKENS // ((stop - first) * size), 1)
+        for start in range(self.config.dense_layers, self.geometry.layers, layers):
+            some = slice(start, start + layers)
+            tensors = {name: t[some].flatten(0, 1)[None] for name, t in seq.tensors.items() if name != "v"}
+            k_HSD = tensors["k"][0]
+            if first == 0:
+                self.begin_selection(tensors, k_HSD[:, : seq.tokens])
+            self.index.write(0, tensors, first, split_chunks(k_HSD[:, first * size : stop * size], size))
 
     def append(self, layer: int, seqs: Seq[SelectiveSequence], k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         for seq, k_KTD, v_KTD in zip(seqs, k_BKTD, v_BKTD, strict=True):
@@ -164,8 +205,8 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
     def _view_one(self, layer: int, seq: SelectiveSequence, q_NTD: Tensor) -> View:
         config, device, tokens = self.config, q_NTD.device, q_NTD.shape[1]
         k_KSD, v_KSD = (seq.tensors[name][layer, :, : seq.tokens] for name in ("k", "v"))
-        units = self._context_units(config, seq.tokens - tokens)
-        if layer < config.dense_layers or not self._selects(config, units):
+        units = self.context_units(config, seq.tokens - tokens)
+        if layer < config.dense_layers or not self.selects(config, units):
             self._count_fetch(seq, v_KSD)
             return DenseView(k_KSD, v_KSD.to(device))
         kv_heads, size = k_KSD.shape[0], config.unit_tokens
@@ -185,9 +226,31 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
         self._count_fetch(seq, v_KED)
         return SlotView(k_KSD[heads_K1, slots_KE], v_KED.to(device), allowed_KTE)
 
+    def count_step(self, seq: SelectiveSequence) -> None:
+        """What a step by kernels fetches for a sequence, its newest token included."""
+        if seq.reservation.host is None:
+            return
+        config, g = self.config, self.geometry
+        units = self.context_units(config, seq.tokens - 1)
+        attended, dense = seq.tokens, g.layers
+        if self.selects(config, units):
+            dense = min(config.dense_layers, g.layers)
+            picks = self.always_units(config) + config.budget_units
+            attended = (picks - units) * config.unit_tokens + seq.tokens
+        seq.fetched_tokens += g.kv_heads * (dense * seq.tokens + (g.layers - dense) * attended)
+
     def _count_fetch(self, seq: SelectiveSequence, v_KSD: Tensor) -> None:
         if seq.reservation.host is not None:
             seq.fetched_tokens += v_KSD.shape[0] * v_KSD.shape[1]
+
+    @classmethod
+    def step_regions(
+        cls, geometry: Geometry, config: SelectiveT, max_rows: int, capacity_tokens: int
+    ) -> list[Region] | None:
+        return selective_step_regions(cls, geometry, config, max_rows, capacity_tokens)
+
+    def make_step(self, max_rows: int, capacity_tokens: int) -> DecodeStep:
+        return SelectiveStep(self, max_rows, capacity_tokens)
 
     def stats(self, seq: SelectiveSequence) -> CacheStats:
         g = self.geometry

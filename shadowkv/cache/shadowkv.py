@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
-from shadowkv.cache.index import make_index
+from shadowkv.cache.index import BatchIndex, make_index
 from shadowkv.cache.layout import Region, copy_by_head
 from shadowkv.cache.pool import Reservation
 from shadowkv.cache.recorded import RecordedPrompt
@@ -63,7 +63,7 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
     def __init__(self, geometry: Geometry, config: ShadowKVConfig, rope: Rope, device: Arena, host: Arena) -> None:
         super().__init__(geometry, config, rope, device, host)
         self.exact = ExactRegion.of(config)
-        self.index = make_index(config.index)
+        self.index: BatchIndex = make_index(config.index)
         self.ranks = ranks(geometry, config)
         self.kernels = False
         self.ranks_L = torch.tensor(self.ranks, dtype=torch.int32, device=device.device)

@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shadowkv.cache.base import DENSE_APPEND_TOKENS, Cache, CachedSequence, CacheStats, Geometry, Price, require_finite
+from shadowkv.cache.dense_step import DenseStep, dense_step_regions
 from shadowkv.cache.layout import Region
 from shadowkv.cache.pool import Reservation
+from shadowkv.cache.step import DecodeStep
 from shadowkv.config import SnapKVConfig
 from shadowkv.errors import CapacityError
 from shadowkv.ops.attention import group_queries
+from shadowkv.ops.rows import RowFacts
 from shadowkv.ops.select import top_chunks
 from shadowkv.ops.views import DenseView, View
 
@@ -147,6 +150,15 @@ class SnapKVCache(Cache[SnapKVConfig, SnapSequence]):
             views.append(DenseView(seq.tensors["k"][layer, :, held], seq.tensors["v"][layer, :, held]))
         return views
 
+    @classmethod
+    def step_regions(
+        cls, geometry: Geometry, config: SnapKVConfig, max_rows: int, capacity_tokens: int
+    ) -> list[Region] | None:
+        return dense_step_regions(geometry, max_rows, cls._slots(config, capacity_tokens))
+
+    def make_step(self, max_rows: int, capacity_tokens: int) -> DecodeStep:
+        return DenseStep(self, max_rows, self._slots(self.config, capacity_tokens), _facts)
+
     def stats(self, seq: SnapSequence) -> CacheStats:
         g = self.geometry
         return CacheStats(
@@ -157,3 +169,15 @@ class SnapKVCache(Cache[SnapKVConfig, SnapSequence]):
             host_bytes=seq.price.host_bytes,
             resident_bytes=2 * (seq.tokens - seq.dropped) * g.layers * g.key_dim * g.dtype.itemsize,
         )
+
+
+def _facts(seq: SnapSequence) -> RowFacts:
+    """What was dropped lies before the first slot of a ring that never comes round."""
+    return RowFacts(
+        tokens=seq.tokens,
+        write_slot=seq.tokens - seq.dropped - 1,
+        slots=seq.tensors["k"].shape[2],
+        ring_start=-seq.dropped,
+        ring_slots=seq.capacity_tokens,
+        first=seq.dropped,
+    )

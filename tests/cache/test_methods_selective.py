@@ -96,7 +96,8 @@ class Rule:
     def choose(self, layer: int, head: int, q_GTD: Array, keys: Array, rest: list[int]) -> list[int]:
         c, size, dim = self.c, self.c.unit_tokens, keys.shape[1]
         if isinstance(c, RandomConfig):
-            drawn = draw(c.selection_seed, layer, self.told.seq.tokens, (2, max(rest) + 1))[head].numpy()
+            tokens_B = torch.tensor([self.told.seq.tokens])
+            drawn = draw(c.selection_seed, layer, tokens_B, 2, max(rest) + 1)[0, head].numpy()
             return best(drawn[rest].astype(np.float64), rest, c.budget_units)
         q_GTD = q_GTD / np.sqrt(dim)
         if isinstance(c, LokiConfig):
@@ -236,9 +237,10 @@ def test_random_draws_are_new_in_every_step_and_spread_over_all_units(device):
     expected = sum(3 / u for u in units)
     assert counts.min() > 0
     assert np.abs(counts - expected).max() < 6 * np.sqrt(expected)
-    again = draw(0, 0, 81, (2, 20))
-    assert torch.equal(again, draw(0, 0, 81, (2, 20)))
-    others = [draw(1, 0, 81, (2, 20)), draw(0, 1, 81, (2, 20)), draw(0, 0, 82, (2, 20))]
+    lengths = torch.tensor([81, 82])
+    again, longer = draw(0, 0, lengths, 2, 20)
+    assert torch.equal(again, draw(0, 0, lengths[:1], 2, 40)[0, :, :20])  # whatever else is drawn
+    others = [draw(1, 0, lengths, 2, 20)[0], draw(0, 1, lengths, 2, 20)[0], longer, again.flip(0)]
     assert not any(torch.equal(again, other) for other in others)
 
 

@@ -1,14 +1,27 @@
 """The step by kernels gives every row what the plain path gives it, whoever is beside it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from shadowkv.cache.arena import Arena
+from shadowkv.cache.base import Cache
 from shadowkv.cache.methods import method_of
+from shadowkv.cache.selective import SelectiveCache
 from shadowkv.cache.shadowkv import ShadowKVCache
-from shadowkv.config import CacheConfig, FullConfig, ShadowKVConfig
+from shadowkv.config import (
+    CacheConfig,
+    FullConfig,
+    LokiConfig,
+    OracleConfig,
+    QuestConfig,
+    RandomConfig,
+    SelectionConfig,
+    ShadowKVConfig,
+    SnapKVConfig,
+)
 from shadowkv.engine.graphs import StepRunner, padded_rows
 from shadowkv.engine.runner import Runner
 from shadowkv.models.decoder import Decoder
@@ -39,6 +52,16 @@ METHODS: dict[str, CacheConfig] = {
     ),
     "ranks": ShadowKVConfig(**(SMALL | {"rank": (16, 40), "budget_tokens": 10})),
 }
+EXACT = {"budget_tokens": 16, "sink_tokens": 4, "recent_tokens": 8}
+METHODS |= {
+    "quest": QuestConfig(**EXACT, page_tokens=8, dense_layers=1),
+    "quest-host": QuestConfig(**EXACT, page_tokens=4, dense_layers=0, value_store="host"),
+    "loki": LokiConfig(**EXACT),
+    "oracle": OracleConfig(**EXACT, chunk_tokens=4),
+    "random": RandomConfig(**EXACT, chunk_tokens=8, selection_seed=3),
+    "selection": SelectionConfig(**EXACT, chunk_tokens=4, outlier_chunks=3),
+    "snapkv": SnapKVConfig(budget_tokens=24, window_tokens=8, pool_tokens=3),
+}
 CAPACITY = 200
 
 
@@ -64,6 +87,16 @@ def make_runner(config: CacheConfig, decoder: Decoder, *, kernels: bool, max_row
     return Runner(decoder, cache, StepRunner(decoder, step) if step else None)
 
 
+def last_exact(cache: Cache[Any, Any]) -> int:
+    """The most tokens of a sequence that is not yet compressed, or selected from."""
+    if isinstance(cache, ShadowKVCache):
+        return cache.exact.fits
+    if isinstance(cache, SelectiveCache):
+        c = cache.config
+        return max(n for n in range(CAPACITY) if not cache.selects(c, cache.context_units(c, n)))
+    return 65
+
+
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
@@ -75,8 +108,7 @@ def test_every_row_decodes_as_in_plain_pytorch(name: str, rope: str, device: tor
         pytest.skip("one sparse method suffices for a second RoPE")
     decoder = tiny_decoder(device, spec=spec_of(rope))
     plain, batched = (make_runner(METHODS[name], decoder, kernels=kernels) for kernels in (False, True))
-    middle = plain.cache.exact.fits - 5 if isinstance(plain.cache, ShadowKVCache) else 60
-    lengths = (7, middle, 150)  # exact and staying so; exact until it is compressed; compressed
+    lengths = (7, last_exact(plain.cache) - 5, 150)  # exact and staying so; exact until it is compressed; compressed
     mine = [plain.prefill(CAPACITY, prompt(n))[0] for n in lengths]
     theirs = [batched.prefill(CAPACITY, prompt(n))[0] for n in lengths]
     for step in range(12):
@@ -88,12 +120,14 @@ def test_every_row_decodes_as_in_plain_pytorch(name: str, rope: str, device: tor
     for a, b in zip(mine, theirs, strict=True):
         left, right = plain.cache.stats(a), batched.cache.stats(b)
         assert (left.hits, left.misses, left.fetched_chunks) == (right.hits, right.misses, right.fetched_chunks)
+        assert left.fetched_bytes == right.fetched_bytes
         assert left.attention == right.attention
 
 
-def test_a_turn_is_appended_between_steps(device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["late", "selection", "loki"])
+def test_a_turn_is_appended_between_steps(name: str, device: torch.device) -> None:
     decoder = tiny_decoder(device, spec=spec_of())
-    runners = [make_runner(METHODS["late"], decoder, kernels=kernels) for kernels in (False, True)]
+    runners = [make_runner(METHODS[name], decoder, kernels=kernels) for kernels in (False, True)]
     logits = []
     for runner in runners:
         seq, _ = runner.prefill(CAPACITY, prompt(150))

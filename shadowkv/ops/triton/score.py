@@ -59,6 +59,7 @@ def _score_kernel(
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
     PIECE: tl.constexpr,
+    OUTLIERS: tl.constexpr,
 ):
     i_split = tl.program_id(0)
     i_head = tl.program_id(1).to(tl.int64)
@@ -75,7 +76,8 @@ def _score_kernel(
         return
     capacity = fact(p_facts, i_row, CHUNK_CAPACITY).to(tl.int64)
     p_landmarks = tensor_of(p_address, i_row, LANDMARKS, DTYPE) + i_head * capacity * D
-    p_slot_of = tensor_of(p_address, i_row, SLOT_OF_CHUNK, tl.int32) + i_head * capacity
+    if OUTLIERS:
+        p_slot_of = tensor_of(p_address, i_row, SLOT_OF_CHUNK, tl.int32) + i_head * capacity
 
     o_d = tl.arange(0, BLOCK_D)
     o_n = i_head * GROUP + o_g
@@ -87,7 +89,9 @@ def _score_kernel(
     for start in tl.range(first, tl.minimum(first + SPLIT, chunks), BLOCK_C, num_stages=STAGES):
         o_c = start + tl.arange(0, BLOCK_C)
         m_c = o_c < chunks
-        b_slot_C = tl.load(p_slot_of + o_c, mask=m_c, other=OUTLIER)
+        m_open_C = m_c
+        if OUTLIERS:
+            m_open_C = tl.load(p_slot_of + o_c, mask=m_c, other=OUTLIER) != OUTLIER
         if tl.float32 == DTYPE:  # sums of short pieces err less than one long sum
             b_logits_CG = tl.zeros([BLOCK_C, BLOCK_G], tl.float32)
             for first_d in tl.static_range(0, BLOCK_D, PIECE):
@@ -103,7 +107,7 @@ def _score_kernel(
                 p_tile_CD = tl.multiple_of(p_tile_CD, [16, 16])
             b_tile_CD = tl.load(p_tile_CD, mask=m_c[:, None] & (o_d[None, :] < D), other=0.0)
             b_logits_CG = tl.dot(b_tile_CD, b_q_DG) * scale
-        b_logits_CG = tl.where((b_slot_C != OUTLIER)[:, None], b_logits_CG, float("-inf"))
+        b_logits_CG = tl.where(m_open_C[:, None], b_logits_CG, float("-inf"))
         tl.store(p_logits_G + o_c[:, None], b_logits_CG, mask=(o_c < width)[:, None] & m_g[None, :])
         b_new_CG = tl.maximum(b_top_CG, b_logits_CG)
         b_base_CG = tl.where(b_new_CG == float("-inf"), 0.0, b_new_CG)
@@ -117,15 +121,29 @@ def _score_kernel(
 
 
 def score_landmarks(rows: LayerRows, q_BND: Tensor, logits_BKGC: Tensor, parts_BKGZ2: Tensor) -> None:
-    """Logits q . landmark / sqrt(D) of every row's chunks, and the softmax's parts.
+    """Logits q . landmark / sqrt(D) of every row's chunks, and the softmax's parts; see :func:`score_table`.
 
-    ``logits`` is -inf for outliers, and from a row's last chunk to the end of that tile; beyond, it stays as it is.
+    ``logits`` is -inf for outliers, too.
+    """
+    score_table(rows, q_BND, logits_BKGC, parts_BKGZ2, q_BND.shape[2] ** -0.5, outliers=True)
+
+
+def score_table(
+    rows: LayerRows, q_BND: Tensor, logits_BKGC: Tensor, parts_BKGZ2: Tensor, scale: float, *, outliers: bool = False
+) -> None:
+    """Logits scale * q . entry of every row's chunks, and the softmax's parts.
+
+    Each chunk has an entry of D numbers in a table [K, CHUNK_CAPACITY, D], at the address of the landmarks.
+    ``logits`` is -inf from a row's last chunk to the end of that tile; beyond, it stays as it is.
     ``parts`` holds the maximum and the sum of exp(logit - maximum) of SCORE_SPLIT_CHUNKS chunks each, (-inf, 0)
     where there are none.
 
-    Shapes: q [B, N, D] in the landmarks' dtype; logits [B, K, G, C] float32 with C at least every row's chunks
+    Shapes: q [B, N, D] in the table's dtype; logits [B, K, G, C] float32 with C at least every row's chunks
     (a multiple of 16 is written fastest); parts [B, K, G, Z, 2] float32 with Z = ``score_splits(C)`` of ``ops.splits``.
     Last axes are contiguous.
+
+    Args:
+        outliers: chunks that ``SLOT_OF_CHUNK`` says are outliers get -inf.
     """
     batch, kv_heads, group, width = logits_BKGC.shape
     dim, element = q_BND.shape[2], q_BND.element_size()
@@ -142,7 +160,7 @@ def score_landmarks(rows: LayerRows, q_BND: Tensor, logits_BKGC: Tensor, parts_B
         *logits_BKGC.stride()[:3],
         *parts_BKGZ2.stride()[:4],
         width,
-        dim**-0.5,
+        scale,
         GROUP=group,
         D=dim,
         DTYPE=ELEMENT[q_BND.dtype],
@@ -153,5 +171,6 @@ def score_landmarks(rows: LayerRows, q_BND: Tensor, logits_BKGC: Tensor, parts_B
         STAGES=NUM_STAGES,
         ALIGNED=dim * element % 16 == 0,
         PIECE=32,
+        OUTLIERS=outliers,
         num_warps=NUM_WARPS,
     )
