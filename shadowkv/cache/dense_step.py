@@ -1,6 +1,6 @@
 """The decoding step of methods that attend to everything they keep: keys and values in the order of their slots."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,14 +22,20 @@ class DenseStep(DecodeStep):
     Args:
         facts_of: what kernels need to know of a sequence.
         most_tokens: that a row attends to.
+        more: what a method works in besides.
     """
 
     def __init__(
-        self, cache: Cache[Any, Any], max_rows: int, most_tokens: int, facts_of: Callable[[Any], RowFacts]
+        self,
+        cache: Cache[Any, Any],
+        max_rows: int,
+        most_tokens: int,
+        facts_of: Callable[[Any], RowFacts],
+        more: Sequence[Region] = (),
     ) -> None:
         self.geometry = cache.geometry
         self._facts_of = facts_of
-        regions = dense_step_regions(cache.geometry, max_rows, most_tokens)
+        regions = [*dense_step_regions(cache.geometry, max_rows, most_tokens), *more]
         columns = {Address.K: "k", Address.V: "v"}
         super().__init__(cache.geometry.layers, max_rows, columns, regions, most_tokens, cache.device_arena.device)
 
