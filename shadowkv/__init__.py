@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.config import (
     FullConfig,
+    InfiniGenConfig,
     LandmarksConfig,
     LokiConfig,
     OracleConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigError",
     "Context",
     "FullConfig",
+    "InfiniGenConfig",
     "LandmarksConfig",
     "LokiConfig",
     "NumericsError",

@@ -143,6 +143,28 @@ class LokiConfig(SelectiveConfig):
 
 
 @dataclass(frozen=True)
+class InfiniGenConfig(SelectiveConfig):
+    """Tokens ranked a layer ahead, by a part of the query and key coordinates (arXiv 2406.19707).
+
+    The first layer has none before it and is dense.
+    """
+
+    dense_layers: int = 1
+    """So many layers, from the first on, attend to every token; at least the first."""
+    partial_ratio: float = 0.3
+    """Share of the head width that tokens are ranked by."""
+    skew_queries: int = 64
+    """So many last queries of the prompt say into which coordinates queries and keys are turned."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("dense_layers", self.dense_layers, 1)
+        at_least("skew_queries", self.skew_queries, 1)
+        if not 0 < self.partial_ratio <= 1:
+            raise ConfigError(f"partial_ratio is {self.partial_ratio!r}; allowed: above 0, up to 1")
+
+
+@dataclass(frozen=True)
 class StreamingConfig(MethodSettings):
     """StreamingLLM: the first tokens and the latest ones, all else is dropped (arXiv 2309.17453)."""
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from shadowkv.baseline_config import (
     ChunkedConfig,
+    InfiniGenConfig,
     LokiConfig,
     MethodSettings,
     OracleConfig,
@@ -22,6 +23,7 @@ from shadowkv.errors import ConfigError
 __all__ = [
     "CacheConfig",
     "FullConfig",
+    "InfiniGenConfig",
     "LandmarksConfig",
     "LokiConfig",
     "OracleConfig",
@@ -168,6 +170,7 @@ CacheConfig = (
     | SelectionConfig
     | QuestConfig
     | LokiConfig
+    | InfiniGenConfig
     | OracleConfig
     | RandomConfig
     | SnapKVConfig

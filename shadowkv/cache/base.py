@@ -142,6 +142,8 @@ class Cache(ABC, Generic[ConfigT, SequenceT]):
     """What is remembered of every running sequence, for all layers."""
 
     name: ClassVar[str]
+    foresees: ClassVar[bool] = False
+    """Whether :meth:`foresee` is to be told every layer's queries, all but the first's, before the layer's turn."""
 
     def __init__(self, geometry: Geometry, config: ConfigT, rope: Rope, device: Arena, host: Arena) -> None:
         self.check(geometry, config)
@@ -298,6 +300,9 @@ class Cache(ABC, Generic[ConfigT, SequenceT]):
     @abstractmethod
     def append(self, layer: int, seqs: Seq[SequenceT], k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         """Write the post-RoPE keys and the values of the positions just added."""
+
+    def foresee(self, layer: int, q_BNTD: Tensor) -> None:
+        """What this layer's queries, after RoPE, would be if the layer before it added nothing."""
 
     @abstractmethod
     def view(self, layer: int, seqs: Seq[SequenceT], q_BNTD: Tensor) -> list[View]:

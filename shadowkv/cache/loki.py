@@ -77,8 +77,8 @@ class LokiCache(SelectiveCache[LokiConfig]):
         rank = config.score_dims if config.score_dims is not None else geometry.head_dim // PAPER_SHARE
         return PrincipalKeys(min(max(rank, 1), geometry.head_dim))
 
-    def begin_selection(self, tensors: dict[str, Tensor], k_HSD: Tensor) -> None:
-        self.index.learn(0, tensors, k_HSD)
+    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor) -> None:
+        self.index.learn(0, tensors, k_KSD)
 
     @classmethod
     def kept_for_steps(cls) -> tuple[str, ...]:

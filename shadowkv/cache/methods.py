@@ -4,6 +4,7 @@ from typing import Any
 
 from shadowkv.cache.base import Cache
 from shadowkv.cache.full import FullCache
+from shadowkv.cache.infinigen import InfiniGenCache
 from shadowkv.cache.loki import LokiCache
 from shadowkv.cache.oracle import OracleCache
 from shadowkv.cache.quest import QuestCache
@@ -15,6 +16,7 @@ from shadowkv.cache.streaming import StreamingCache
 from shadowkv.config import (
     CacheConfig,
     FullConfig,
+    InfiniGenConfig,
     LokiConfig,
     OracleConfig,
     QuestConfig,
@@ -32,6 +34,7 @@ METHODS: dict[type, type[Cache[Any, Any]]] = {
     SelectionConfig: SelectionCache,
     QuestConfig: QuestCache,
     LokiConfig: LokiCache,
+    InfiniGenConfig: InfiniGenCache,
     OracleConfig: OracleCache,
     RandomConfig: RandomCache,
     SnapKVConfig: SnapKVCache,

@@ -68,6 +68,11 @@ class RecordedPrompt:
         assert wanted <= self.prompt_queries, "a cache asks for more queries than were recorded"
         return self.q_LNWD[layer][:, -wanted:] if wanted else None
 
+    def last_queries(self, wanted: int) -> Tensor:
+        """:meth:`queries` of all layers."""
+        assert 0 < wanted <= self.prompt_queries, "a cache asks for more queries than were recorded"
+        return self.q_LNWD[:, :, -wanted:]
+
     def spectra(self, *, centre: bool) -> list[Spectrum]:
         """The spectrum of each layer's pre-RoPE keys: found when it is first asked for, and kept for the next cache.
 

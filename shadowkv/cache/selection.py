@@ -31,10 +31,10 @@ class SelectionCache(SelectiveCache[SelectionConfig]):
         shape = (geometry.layers, geometry.kv_heads, config.outlier_chunks)
         return [Region("outlier_ids", "bookkeeping", shape, torch.int32)]
 
-    def begin_selection(self, tensors: dict[str, Tensor], k_HSD: Tensor) -> None:
-        units = self.context_units(self.config, k_HSD.shape[1])
-        k_HCLD = split_chunks(k_HSD, self.config.chunk_tokens)[:, :units]
-        tensors["outlier_ids"][0] = choose_outliers(k_HCLD, self.config.outlier_chunks, self.config.sink_units)
+    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor) -> None:
+        units = self.context_units(self.config, k_KSD.shape[1])
+        k_KCLD = split_chunks(k_KSD, self.config.chunk_tokens)[:, :units]
+        tensors["outlier_ids"][0] = choose_outliers(k_KCLD, self.config.outlier_chunks, self.config.sink_units)
 
     @classmethod
     def kept_for_steps(cls) -> tuple[str, ...]:

@@ -68,17 +68,21 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
         sinks_O = torch.arange(self.config.sink_units, device=self.device_arena.device)
         return sinks_O.expand(self.geometry.kv_heads, -1)
 
-    def begin_selection(self, tensors: dict[str, Tensor], k_HSD: Tensor) -> None:
+    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor) -> None:
         """Learn from the keys that there are when units are selected for the first time, before they are indexed.
 
         Args:
-            tensors: the sequence's, [1, H, ...], of the H heads of some layers together.
-            k_HSD: their keys.
+            tensors: the sequence's, [1, K, ...], of the KV heads of some layers together.
+            k_KSD: their keys.
         """
 
     def scores(self, layer: int, seq: SelectiveSequence, units: int, q_NTD: Tensor, selectable_KC: Tensor) -> Tensor:
         """[K, C] over the first ``units`` units, -inf where not selectable."""
         return chunk_scores(self.index.logits(layer, seq.tensors, units, q_NTD), selectable_KC)
+
+    def ranking_queries(self, layer: int, q_BNTD: Tensor) -> Tensor:
+        """What units are ranked with, where it is not the queries that attend."""
+        return q_BNTD
 
     # What a method says about its step by kernels.
 
@@ -188,10 +192,10 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
         for start in range(self.config.dense_layers, self.geometry.layers, layers):
             some = slice(start, start + layers)
             tensors = {name: t[some].flatten(0, 1)[None] for name, t in seq.tensors.items() if name != "v"}
-            k_HSD = tensors["k"][0]
+            k_KSD = tensors["k"][0]
             if first == 0:
-                self.begin_selection(tensors, k_HSD[:, : seq.tokens])
-            self.index.write(0, tensors, first, split_chunks(k_HSD[:, first * size : stop * size], size))
+                self.begin_selection(tensors, k_KSD[:, : seq.tokens])
+            self.index.write(0, tensors, first, split_chunks(k_KSD[:, first * size : stop * size], size))
 
     def append(self, layer: int, seqs: Seq[SelectiveSequence], k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         for seq, k_KTD, v_KTD in zip(seqs, k_BKTD, v_BKTD, strict=True):
@@ -200,7 +204,8 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
             seq.tensors["v"][layer, :, new] = v_KTD
 
     def view(self, layer: int, seqs: Seq[SelectiveSequence], q_BNTD: Tensor) -> list[View]:
-        return [self._view_one(layer, seq, q_NTD) for seq, q_NTD in zip(seqs, q_BNTD, strict=True)]
+        ranking_BNTD = self.ranking_queries(layer, q_BNTD)
+        return [self._view_one(layer, seq, q_NTD) for seq, q_NTD in zip(seqs, ranking_BNTD, strict=True)]
 
     def _view_one(self, layer: int, seq: SelectiveSequence, q_NTD: Tensor) -> View:
         config, device, tokens = self.config, q_NTD.device, q_NTD.shape[1]

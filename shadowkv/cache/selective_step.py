@@ -162,6 +162,7 @@ class SelectiveStep(DecodeStep):
 
         assert self.sizes is not None
         batch, dim = q_BND.shape[0], q_BND.shape[2]
+        q_BND = self.cache.ranking_queries(layer, q_BND[:, :, None])[:, :, 0]
         logits_BKGE, parts = (self.scratch[name][:batch] for name in ("logits", "parts"))
         q_BNW = self.cache.index.table_query(layer, q_BND, {name: t[:, :batch] for name, t in self.kept.items()})
         score_table(rows, q_BNW, logits_BKGE, parts, dim**-0.5)
@@ -169,6 +170,13 @@ class SelectiveStep(DecodeStep):
             return logits_BKGE
         logits_BKGCE = logits_BKGE.view(*logits_BKGE.shape[:3], self.sizes.units, self.sizes.entries)
         return logits_BKGCE.logsumexp(-1)
+
+    @property
+    def foresees(self) -> bool:
+        return self.cache.foresees and self.sizes is not None
+
+    def foresee(self, layer: int, q_BND: Tensor) -> None:
+        self.cache.foresee(layer, q_BND[:, :, None])
 
     def finish(self) -> None:
         """Nothing is left running."""

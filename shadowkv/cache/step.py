@@ -86,6 +86,15 @@ class DecodeStep(ABC):
     def facts(self, seq: CachedSequence) -> RowFacts:
         """What kernels need to know of a sequence; the new token and its RoPE row are put in by :meth:`load`."""
 
+    @property
+    def foresees(self) -> bool:
+        """See :attr:`Cache.foresees`."""
+        return False
+
+    def foresee(self, layer: int, q_BND: Tensor) -> None:
+        """See :meth:`Cache.foresee`."""
+        raise NotImplementedError(f"{type(self).__name__} does not foresee")
+
     @abstractmethod
     def attend(self, layer: int, q_BND: Tensor, out_BND: Tensor) -> None:
         """Attention of the new tokens, whose keys and values are in their slots already. Device work only."""

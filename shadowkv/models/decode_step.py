@@ -29,6 +29,9 @@ def decode_step(decoder: Decoder, step: DecodeStep, rows: int) -> Tensor:
     layers = decoder.layers
     add_norm(hidden_BM, None, layers[0].input_norm, eps, normed_BM, None)
     for i, weights in enumerate(layers):
+        if step.foresees and i + 1 < len(layers):
+            ahead_BND = decoder.queries_ahead(hidden_BM, i + 1)
+            step.foresee(i + 1, decoder.rope.turn(ahead_BND, cos_BF[:, None], sin_BF[:, None]))
         qkv_BX = F.linear(normed_BM, weights.qkv, weights.qkv_bias)
         rope_append(
             step.layer(i, rows),

@@ -127,6 +127,9 @@ class Decoder:
         cos, sin = self.rope.cos_sin(positions_B1T, rows_B11)
         hidden_BTM = F.embedding(tokens_BT.to(self.device), self.embed)
         for i, weights in enumerate(self.layers):
+            if cache.foresees and i + 1 < len(self.layers):
+                ahead_BTND = self.queries_ahead(hidden_BTM, i + 1)
+                cache.foresee(i + 1, self.rope.turn(ahead_BTND.transpose(1, 2), cos, sin))
             q_BTND, k_BTKD, v_BTKD = self._project(hidden_BTM, weights)
             # Queries and keys turn together: half the launches of two rotations.
             qk_BXTD = torch.cat([q_BTND, k_BTKD], dim=2).transpose(1, 2)
@@ -137,6 +140,14 @@ class Decoder:
             o_BNTD = torch.stack([decode_attention(q, view) for q, view in zip(q_BNTD, views, strict=True)])
             hidden_BTM = self._after_attention(hidden_BTM, o_BNTD.transpose(1, 2), weights)
         return hidden_BTM
+
+    def queries_ahead(self, hidden: Tensor, layer: int) -> Tensor:
+        """A layer's queries before RoPE, [..., N, D], if this [..., M] entered it."""
+        spec, weights = self.spec, self.layers[layer]
+        bias = weights.qkv_bias[: spec.q_rows] if weights.qkv_bias is not None else None
+        q = F.linear(rms_norm(hidden, weights.input_norm, spec.norm_eps), weights.qkv[: spec.q_rows], bias)
+        q = q.view(*q.shape[:-1], spec.heads, spec.head_dim)
+        return rms_norm(q, weights.q_norm, spec.norm_eps) if weights.q_norm is not None else q
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head. Shapes: [..., M] to [..., V] in float32."""

@@ -27,6 +27,7 @@ class Told:
     v: list[Tensor] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)  # the prompt's
     q_pre: list[Tensor] = field(default_factory=list)  # the last step's
+    ranking: list[Tensor] = field(default_factory=list)  # the last step's queries that tokens are ranked with
 
     @classmethod
     def prompt(cls, cache: Cache, tokens: int, capacity: int) -> "Told":
@@ -48,7 +49,7 @@ class Told:
         """By layer, the queries [N, T, D] and what they may attend to."""
         g, first = self.cache.geometry, self.seq.tokens
         self.cache.extend([self.seq], tokens)
-        self.q_pre, found = [], []
+        self.q_pre, self.ranking, found = [], [], []
         for layer in range(g.layers):
             pre, v = self._new_keys(first, tokens)
             q_pre = self._normal(g.heads, tokens)
@@ -57,6 +58,10 @@ class Told:
                 known[layer] = torch.cat([known[layer], new], dim=1)
             self.q_pre.append(q_pre)
             self.cache.append(layer, [self.seq], k[None], v[None])
+            self.ranking.append(q)
+            if self.cache.foresees and layer:  # something else than what attends
+                self.ranking[layer] = self._turn(self._normal(g.heads, tokens), first)
+                self.cache.foresee(layer, self.ranking[layer][None])
             (view,) = self.cache.view(layer, [self.seq], q[None])
             found.append((q, view))
         return found

@@ -186,6 +186,8 @@ def _step_with(cache, worlds, inputs):
     for layer in range(cache.geometry.layers):
         q, k, v = (torch.stack([rows[layer][j] for rows in inputs]) for j in range(3))
         cache.append(layer, seqs, k, v)
+        if cache.foresees and layer:
+            cache.foresee(layer, q)
         for i, view in enumerate(cache.view(layer, seqs, q)):
             outputs[i].append(decode_attention(q[i], view))
     return outputs

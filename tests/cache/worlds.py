@@ -96,6 +96,8 @@ def step_together(worlds: list[World], tokens: int = 1) -> list[list[tuple[Tenso
         v = torch.randn(shape, device=device, dtype=g.dtype)
         q = torch.randn(len(worlds), g.heads, tokens, g.head_dim, device=device, dtype=g.dtype)
         cache.append(layer, seqs, k, v)
+        if cache.foresees and layer:
+            cache.foresee(layer, q)
         for i, (world, view) in enumerate(zip(worlds, cache.view(layer, seqs, q), strict=True)):
             world.k[layer] = torch.cat([world.k[layer], k[i]], dim=1)
             world.v[layer] = torch.cat([world.v[layer], v[i]], dim=1)

@@ -18,7 +18,7 @@ def test_every_setting_has_help(config: type) -> None:
 
 def test_a_flag_of_several_methods_shows_each_ones_default(run: Run) -> None:
     shown = " ".join(run("plan", "--help").stdout.split())
-    assert "always attended. Default: 8 (selection, quest, loki, oracle, random); 4 (streaming)." in shown
+    assert "always attended. Default: 8 (selection, quest, loki, infinigen, oracle, random); 4 (streaming)." in shown
     assert "Where the values of the context live. Default: host (shadowkv); device (selection, quest" in shown
     assert "Tokens selected per KV head and step. Default: 2048." in shown
 
@@ -34,6 +34,7 @@ def test_every_method_is_planned(run: Run, tmp_path: Path, name: str) -> None:
         assert share < 0.05
     elif name != "full":
         bounds = {"shadowkv": (0.1, 0.2), "selection": (1.05, 1.1), "quest": (1.05, 1.1), "loki": (1.1, 1.15)}
+        bounds["infinigen"] = (1.14, 1.16)
         low, high = bounds.get(name, (1.0, 1.0))
         assert low <= share <= high
     if "value_store" in {item.name for item in fields(methods()[name])}:

@@ -14,6 +14,7 @@ from shadowkv.cache.shadowkv import ShadowKVCache
 from shadowkv.config import (
     CacheConfig,
     FullConfig,
+    InfiniGenConfig,
     LokiConfig,
     OracleConfig,
     QuestConfig,
@@ -58,6 +59,7 @@ METHODS |= {
     "quest": QuestConfig(**EXACT, page_tokens=8, dense_layers=1),
     "quest-host": QuestConfig(**EXACT, page_tokens=4, dense_layers=0, value_store="host"),
     "loki": LokiConfig(**EXACT),
+    "infinigen": InfiniGenConfig(**EXACT, skew_queries=6),
     "oracle": OracleConfig(**EXACT, chunk_tokens=4),
     "random": RandomConfig(**EXACT, chunk_tokens=8, selection_seed=3),
     "selection": SelectionConfig(**EXACT, chunk_tokens=4, outlier_chunks=3),
