@@ -15,14 +15,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shadowkv.cache.arena import Arena
 from shadowkv.cache.base import Geometry
 from shadowkv.cache.index import TableIndex
 from shadowkv.cache.layout import Region
 from shadowkv.cache.loki import PrincipalKeys
-from shadowkv.cache.recorded import RecordedPrompt
+from shadowkv.cache.recorded import Once, RecordedPrompt
 from shadowkv.cache.selective import SelectiveCache, SelectiveSequence
 from shadowkv.config import InfiniGenConfig
 from shadowkv.ops.attention import group_queries
+from shadowkv.ops.rope import Rope
 
 
 class InfiniGenCache(SelectiveCache[InfiniGenConfig]):
@@ -31,6 +33,10 @@ class InfiniGenCache(SelectiveCache[InfiniGenConfig]):
     name = "infinigen"
     foresees: ClassVar[bool] = True
     index: PrincipalKeys
+
+    def __init__(self, geometry: Geometry, config: InfiniGenConfig, rope: Rope, device: Arena, host: Arena) -> None:
+        super().__init__(geometry, config, rope, device, host)
+        self._foreseen: dict[int, Tensor] = {}
 
     @classmethod
     def index_of(cls, geometry: Geometry, config: InfiniGenConfig) -> TableIndex:
@@ -60,26 +66,30 @@ class InfiniGenCache(SelectiveCache[InfiniGenConfig]):
         q_NWD: Tensor | None = None,
     ) -> None:
         assert q_NWD is not None, "infinigen needs the prompt's last queries"
-        self._learn_skew(seq, slice(layer, layer + 1), q_NWD[None])
+        (seq.tensors["skew"][layer],), (seq.tensors["query_weight"][layer],) = self._skew(q_NWD[None])
         super().take_layer(layer, seq, k_pre_SKD, k_KSD, v_KSD)
 
     def take_prompt(self, seq: SelectiveSequence, prompt: RecordedPrompt) -> None:
-        self._learn_skew(seq, slice(None), prompt.last_queries(self.prompt_queries))
+        wanted = self.prompt_queries
+        skew_LKDD, weight_LKD = prompt.once(("skew", wanted), lambda: self._skew(prompt.last_queries(wanted)))
+        seq.tensors["skew"].copy_(skew_LKDD)
+        seq.tensors["query_weight"].copy_(weight_LKD)
         super().take_prompt(seq, prompt)
 
-    def _learn_skew(self, seq: SelectiveSequence, layers: slice, q_LNWD: Tensor) -> None:
+    def _skew(self, q_LNWD: Tensor) -> tuple[Tensor, Tensor]:
         """The right singular vectors of each KV head's queries, and how much of the queries lies along each."""
         q_LKQD = torch.stack([group_queries(q_NWD, self.geometry.kv_heads).float() for q_NWD in q_LNWD])
-        gram_LKDD = q_LKQD.double().mT @ q_LKQD.double()
-        skew_LKDD = torch.linalg.eigh(gram_LKDD).eigenvectors.float()
-        seq.tensors["skew"][layers] = skew_LKDD
-        seq.tensors["query_weight"][layers] = (q_LKQD @ skew_LKDD).abs().mean(2)
+        skew_LKDD = torch.linalg.eigh(q_LKQD.double().mT @ q_LKQD.double()).eigenvectors.float()
+        return skew_LKDD, (q_LKQD @ skew_LKDD).abs().mean(2)
 
-    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor) -> None:
+    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor, once: Once) -> None:
         skew_KDD = tensors["skew"][0]
-        pairs = zip(k_KSD, skew_KDD, strict=True)  # by head: bounds the workspace
-        key_weight_KD = torch.stack([(k_SD.float() @ skew_DD).abs().mean(0) for k_SD, skew_DD in pairs])
-        weight_KD = tensors["query_weight"][0] + key_weight_KD
+
+        def key_weight() -> Tensor:
+            pairs = zip(k_KSD, skew_KDD, strict=True)  # by head: bounds the workspace
+            return torch.stack([(k_SD.float() @ skew_DD).abs().mean(0) for k_SD, skew_DD in pairs])
+
+        weight_KD = tensors["query_weight"][0] + once(("key weight", self.prompt_queries), key_weight)
         kept_KR = weight_KD.topk(self.index.rank, dim=1).indices
         tensors["principal"][0] = skew_KDD.gather(2, kept_KR[:, None].expand(-1, skew_KDD.shape[1], -1))
 
@@ -88,11 +98,10 @@ class InfiniGenCache(SelectiveCache[InfiniGenConfig]):
         return ("principal",)
 
     def foresee(self, layer: int, q_BNTD: Tensor) -> None:
-        self._foreseen = layer, q_BNTD
+        self._foreseen[layer] = q_BNTD
 
     def ranking_queries(self, layer: int, q_BNTD: Tensor) -> Tensor:
         if layer == 0:
             return q_BNTD  # which no selection asks for
-        foreseen, ahead_BNTD = self._foreseen
-        assert foreseen == layer, "the layer was not foreseen"
-        return ahead_BNTD
+        assert layer in self._foreseen, "the layer was not foreseen"
+        return self._foreseen.pop(layer)

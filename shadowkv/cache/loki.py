@@ -14,6 +14,7 @@ from torch import Tensor
 from shadowkv.cache.base import Geometry
 from shadowkv.cache.index import TableIndex
 from shadowkv.cache.layout import Region
+from shadowkv.cache.recorded import Once
 from shadowkv.cache.selective import SelectiveCache
 from shadowkv.config import LokiConfig
 from shadowkv.ops.attention import group_queries
@@ -24,7 +25,7 @@ PAPER_SHARE = 4
 
 
 class PrincipalKeys:
-    """The first ``rank`` coordinates of each key in the basis of its head's principal directions."""
+    """The first ``rank`` coordinates of each key in the basis of its head's principal directions, about their mean."""
 
     table = "principal_keys"
 
@@ -37,12 +38,6 @@ class PrincipalKeys:
             Region("principal", "bases", (layers, heads, dim, self.rank), torch.float32),
             Region("principal_keys", "principal keys", (layers, heads, chunks, self.rank), geometry.dtype),
         ]
-
-    def learn(self, layer: int, tensors: dict[str, Tensor], k_KSD: Tensor) -> None:
-        """The principal directions of these keys, about their mean."""
-        spectra = find_spectra([k_SD[:, None] for k_SD in k_KSD], centre=True)
-        for basis_DR, spectrum in zip(tensors["principal"][layer], spectra, strict=True):
-            basis_DR.copy_(spectrum.subspace(self.rank, 1).basis_KDR[0])
 
     def write(self, layer: int, tensors: dict[str, Tensor], first_chunk: int, k_KCLD: Tensor) -> None:
         """Chunks are of one token."""
@@ -77,8 +72,10 @@ class LokiCache(SelectiveCache[LokiConfig]):
         rank = config.score_dims if config.score_dims is not None else geometry.head_dim // PAPER_SHARE
         return PrincipalKeys(min(max(rank, 1), geometry.head_dim))
 
-    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor) -> None:
-        self.index.learn(0, tensors, k_KSD)
+    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor, once: Once) -> None:
+        spectra = once("spectra of heads", lambda: find_spectra([k_SD[:, None] for k_SD in k_KSD], centre=True))
+        for basis_DR, spectrum in zip(tensors["principal"][0], spectra, strict=True):
+            basis_DR.copy_(spectrum.subspace(self.index.rank, 1).basis_KDR[0])
 
     @classmethod
     def kept_for_steps(cls) -> tuple[str, ...]:

@@ -3,13 +3,22 @@
 The attention of a prompt is exact under every method, so it is computed once and given to each of them.
 """
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from shadowkv.cache.base import Geometry, require_finite
 from shadowkv.ops.lowrank import Spectrum, find_spectra
+
+Found = TypeVar("Found")
+
+
+class Once(Protocol):
+    """:meth:`RecordedPrompt.once`, or what has no record and does the work each time."""
+
+    def __call__(self, key: Hashable, work: Callable[[], Found]) -> Found: ...
 
 
 def recorded_bytes(geometry: Geometry, tokens: int, prompt_queries: int) -> int:
@@ -33,7 +42,7 @@ class RecordedPrompt:
         self.logits_V: Tensor | None = None
         """After the last token; whoever runs the prefill puts them here."""
         self._device = device
-        self._spectra: dict[bool, list[Spectrum]] = {}
+        self._worked_out: dict[Hashable, Any] = {}
 
     def begin_prompt(self, seq: Any, tokens: int) -> None:
         """Make room."""
@@ -73,12 +82,17 @@ class RecordedPrompt:
         assert 0 < wanted <= self.prompt_queries, "a cache asks for more queries than were recorded"
         return self.q_LNWD[:, :, -wanted:]
 
+    def once(self, key: Hashable, work: Callable[[], Found]) -> Found:
+        """What ``work`` finds, kept for the next cache that asks by the same key: it may depend on nothing else."""
+        if key not in self._worked_out:
+            self._worked_out[key] = work()
+        found: Found = self._worked_out[key]
+        return found
+
     def spectra(self, *, centre: bool) -> list[Spectrum]:
-        """The spectrum of each layer's pre-RoPE keys: found when it is first asked for, and kept for the next cache.
+        """The spectrum of each layer's pre-RoPE keys.
 
         Raises:
             NumericsError: a key is NaN or infinite.
         """
-        if centre not in self._spectra:
-            self._spectra[centre] = find_spectra(self.k_pre_LSKD, centre=centre)
-        return self._spectra[centre]
+        return self.once(("spectra", centre), lambda: find_spectra(self.k_pre_LSKD, centre=centre))

@@ -8,6 +8,7 @@ from torch import Tensor
 from shadowkv.cache.base import Geometry
 from shadowkv.cache.index import TableIndex, make_index
 from shadowkv.cache.layout import Region
+from shadowkv.cache.recorded import Once
 from shadowkv.cache.selective import SelectiveCache, SelectiveSequence
 from shadowkv.config import SelectionConfig
 from shadowkv.ops.chunks import choose_outliers, split_chunks
@@ -31,7 +32,7 @@ class SelectionCache(SelectiveCache[SelectionConfig]):
         shape = (geometry.layers, geometry.kv_heads, config.outlier_chunks)
         return [Region("outlier_ids", "bookkeeping", shape, torch.int32)]
 
-    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor) -> None:
+    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor, once: Once) -> None:
         units = self.context_units(self.config, k_KSD.shape[1])
         k_KCLD = split_chunks(k_KSD, self.config.chunk_tokens)[:, :units]
         tensors["outlier_ids"][0] = choose_outliers(k_KCLD, self.config.outlier_chunks, self.config.sink_units)

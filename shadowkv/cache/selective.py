@@ -6,7 +6,7 @@ the budget covers all of them the view is dense and exact, and nothing is indexe
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,7 +19,7 @@ from shadowkv.cache.base import Cache, CachedSequence, CacheStats, Geometry, Pri
 from shadowkv.cache.index import TableIndex
 from shadowkv.cache.layout import Region, copy_by_head
 from shadowkv.cache.pool import Reservation
-from shadowkv.cache.recorded import RecordedPrompt
+from shadowkv.cache.recorded import Found, Once, RecordedPrompt
 from shadowkv.cache.selective_step import SelectiveStep, selective_step_regions
 from shadowkv.cache.step import DecodeStep
 from shadowkv.config import SelectiveConfig
@@ -68,12 +68,13 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
         sinks_O = torch.arange(self.config.sink_units, device=self.device_arena.device)
         return sinks_O.expand(self.geometry.kv_heads, -1)
 
-    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor) -> None:
+    def begin_selection(self, tensors: dict[str, Tensor], k_KSD: Tensor, once: Once) -> None:
         """Learn from the keys that there are when units are selected for the first time, before they are indexed.
 
         Args:
             tensors: the sequence's, [1, K, ...], of the KV heads of some layers together.
             k_KSD: their keys.
+            once: does what depends on these keys alone, or takes it from the prompt's record.
         """
 
     def scores(self, layer: int, seq: SelectiveSequence, units: int, q_NTD: Tensor, selectable_KC: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
         seq.tensors["k"][:, :, : seq.tokens] = prompt.k_LKSD
         copy_by_head(prompt.v_LKSD.flatten(0, 1), seq.tensors["v"].flatten(0, 1)[:, : seq.tokens])
         if seq.indexed_units:
-            self._index(seq, 0)
+            self._index(seq, 0, prompt)
 
     def extend(self, seqs: Seq[SelectiveSequence], tokens: int, rope_lengths: Seq[int] | None = None) -> None:
         self._check_room(seqs, tokens)
@@ -185,7 +186,7 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
                 self._index(seq, first)
             seq.tokens += tokens
 
-    def _index(self, seq: SelectiveSequence, first: int) -> None:
+    def _index(self, seq: SelectiveSequence, first: int, prompt: RecordedPrompt | None = None) -> None:
         """Index the units from ``first`` on, of as many layers at a time as bounds the workspace."""
         size, stop = self.config.unit_tokens, seq.indexed_units
         layers = max(INDEXED_TOKENS // ((stop - first) * size), 1)
@@ -194,7 +195,7 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
             tensors = {name: t[some].flatten(0, 1)[None] for name, t in seq.tensors.items() if name != "v"}
             k_KSD = tensors["k"][0]
             if first == 0:
-                self.begin_selection(tensors, k_KSD[:, : seq.tokens])
+                self.begin_selection(tensors, k_KSD[:, : seq.tokens], _once_for(some, prompt))
             self.index.write(0, tensors, first, split_chunks(k_KSD[:, first * size : stop * size], size))
 
     def append(self, layer: int, seqs: Seq[SelectiveSequence], k_BKTD: Tensor, v_BKTD: Tensor) -> None:
@@ -270,3 +271,12 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
             fetched_bytes=seq.fetched_tokens * vector_bytes,
             resident_bytes=stores * seq.tokens * g.layers * g.kv_heads * vector_bytes,
         )
+
+
+def _once_for(layers: slice, prompt: RecordedPrompt | None) -> Once:
+    """For some of the layers; without a record, the work is done."""
+
+    def once(key: Hashable, work: Callable[[], Found]) -> Found:
+        return work() if prompt is None else prompt.once((key, layers.start, layers.stop), work)
+
+    return once

@@ -23,7 +23,7 @@ from shadowkv.ops.attention import decode_attention
 from shadowkv.ops.views import DenseView, SlotView
 from tests.cache.rules import Array, Told, attended, attention, best, reduce_scores
 from tests.cache.worlds import World, error, make_cache, rounding
-from tests.engine.tiny import tiny_decoder, tiny_engine
+from tests.engine.tiny import tiny_decoder, tiny_engine, tiny_spec
 
 PLAIN = {"budget_tokens": 12, "sink_tokens": 0, "recent_tokens": 0}
 WIDE = {"budget_tokens": 20, "sink_tokens": 5, "recent_tokens": 9, "query_block_tokens": 6}
@@ -205,22 +205,24 @@ def test_infinigen_foresees_truly_where_a_layer_adds_nothing(device):
 
 
 def foreseen_error(device, adds: float) -> float:
-    """How far the second layer's foreseen queries are from its own, where the first adds so many times what it does."""
-    decoder = tiny_decoder(device)
-    decoder.layers[0].o.mul_(adds)
-    decoder.layers[0].down.mul_(adds)
+    """How far foreseen queries are from a layer's own, where every layer adds so many times what it does."""
+    decoder = tiny_decoder(device, spec=replace(tiny_spec(), layers=4))
+    for weights in decoder.layers:
+        weights.o.mul_(adds)
+        weights.down.mul_(adds)
     cache = tiny_engine(InfiniGenConfig(**PLAIN), device, decoder=decoder).runner.cache
-    seq, queries, view = cache.open(100), list[torch.Tensor](), cache.view
+    seq, errors, ranking_queries = cache.open(100), list[float](), cache.ranking_queries
     decoder.prefill(torch.arange(1, 91, device=device), cache, seq)
 
-    def watched(layer, seqs, q_BNTD):
-        if layer:
-            queries.extend((q_BNTD, cache.ranking_queries(layer, q_BNTD)))
-        return view(layer, seqs, q_BNTD)
+    def watched(layer, q_BNTD):
+        ranking_BNTD = ranking_queries(layer, q_BNTD)
+        errors.append(error(ranking_BNTD, q_BNTD.double()))
+        return ranking_BNTD
 
-    cache.view = watched
+    cache.ranking_queries = watched
     decoder.forward(torch.tensor([[5]], device=device), cache, [seq])
-    return error(queries[1], queries[0].double())
+    assert len(errors) == 4
+    return max(errors)
 
 
 def test_quest_pays_for_two_bounds_a_page(device):
