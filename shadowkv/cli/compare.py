@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shadowkv.cli.loading import MODEL_HELP, read_text
+from shadowkv.cli.methods import BUDGET_HELP, METHODS_HELP, budget_shares, compared_methods
 from shadowkv.cli.options import settings_as_flags, swept
 from shadowkv.cli.parse import format_bytes
 from shadowkv.cli.terminal import Terminal, markdown_table, show_table
@@ -57,6 +58,8 @@ def compare(
     *,
     text: Annotated[str, typer.Option(help="A text longer than the prompt; - is standard input.")],
     passage: Annotated[str, typer.Option(help="natural: the text goes on; copy: it repeats an early part.")] = "both",
+    compared: Annotated[str | None, typer.Option("--methods", help=METHODS_HELP)] = None,
+    budget: Annotated[str | None, typer.Option(help=BUDGET_HELP)] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(metavar="SETTING=VALUE,...", help="Also with these values of one setting; repeatable."),
@@ -75,15 +78,18 @@ def compare(
         raise ConfigError(f"--passage is {passage!r}; allowed: natural, copy, both")
     if json and markdown:
         raise ConfigError("--json and --markdown exclude each other; give one")
-    methods: list[tuple[str, CacheConfig]] = [("base", cache)] if not isinstance(cache, FullConfig) else []
+    listed = compared_methods(compared, cache) if compared else {"base": cache}
+    shares = budget_shares(budget) if budget else None
+    sweeps: list[tuple[str, CacheConfig]] = []
     for option in sweep or []:
-        methods += swept(cache, option)
+        sweeps += swept(cache, option)
     whole_text = read_text(text)
     terminal = Terminal(quiet=quiet)
 
     from shadowkv.engine.placement import find_device, parse_dtype
     from shadowkv.engine.tokenizer import Tokenizer
     from shadowkv.eval import agreement
+    from shadowkv.eval.harness import Method, budgeted
     from shadowkv.eval.provenance import Provenance
     from shadowkv.models.load import load_decoder, load_spec
     from shadowkv.models.locate import locate
@@ -91,6 +97,8 @@ def compare(
     where, files = find_device(settings.device), locate(model, settings.adapter)
     made = Provenance.here(where)
     ids = Tokenizer.load(files.path).encode(whole_text)
+    variants = budgeted([Method(*one) for one in listed.items()], shares, settings.prompt_tokens + settings.steps)
+    methods = [(one.label, one.config) for one in variants if not isinstance(one.config, FullConfig)] + sweeps
     makers = {"natural": agreement.natural_passage, "copy": agreement.copy_passage}
     chosen = [make for name, make in makers.items() if passage in (name, "both")]
     passages = [make(ids, settings.prompt_tokens, settings.steps) for make in chosen]

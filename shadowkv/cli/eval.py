@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from shadowkv.cli.loading import MODEL_HELP, USUAL_BATCH, LoadSettings, open_llm
-from shadowkv.cli.options import methods as known_methods
-from shadowkv.cli.options import settings_as_flags, swept
-from shadowkv.cli.parse import parse_number, parse_tokens
+from shadowkv.cli.methods import BUDGET_HELP, METHODS_HELP, budget_shares, compared_methods
+from shadowkv.cli.options import settings_as_flags
+from shadowkv.cli.parse import parse_tokens
 from shadowkv.cli.terminal import Terminal, markdown_table, show_table
 from shadowkv.config import CacheConfig, FullConfig
 from shadowkv.errors import ConfigError
@@ -46,16 +46,8 @@ def evaluate(
     output: Annotated[str, typer.Option(help="Directory for answers and tables; a run there goes on.")],
     tasks: Annotated[str, typer.Option(help="Tasks or groups of them, with commas.")] = "niah_single_1",
     lengths: Annotated[str, typer.Option(help="Lengths of prompt and answer together, with commas.")] = "4k",
-    compared: Annotated[
-        str | None,
-        typer.Option(
-            "--methods",
-            help="Methods, with commas; METHOD:SETTING=VALUE changes a setting. Default: full and the one of --method.",
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Budgets as shares of the length, as 1.56%,3.1%. Default: --budget-tokens.")
-    ] = None,
+    compared: Annotated[str | None, typer.Option("--methods", help=METHODS_HELP)] = None,
+    budget: Annotated[str | None, typer.Option(help=BUDGET_HELP)] = None,
     chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Use the model's chat template.")] = True,
     reference_metrics: Annotated[
         bool, typer.Option("--reference-metrics", help="Score RULER as the ShadowKV reference code does.")
@@ -72,12 +64,12 @@ def evaluate(
     benchmarks. Differences to full attention are shown where their 95 % interval leaves out 0.
     """
     wanted = [parse_tokens(text) for text in lengths.split(",")]
-    shares = [_share(text) for text in budget.split(",")] if budget else None
-    configs = _methods(compared, cache)
+    shares = budget_shares(budget) if budget else None
+    configs = {"full": FullConfig()} | compared_methods(compared, cache)  # the others are compared with it
     terminal = Terminal(quiet=quiet)
 
     from shadowkv.engine.placement import SMALLEST_CONTEXT_TOKENS, has_kernels
-    from shadowkv.eval.harness import Answers, Harness, Method, with_budget
+    from shadowkv.eval.harness import Answers, Harness, Method, budgeted
     from shadowkv.eval.making import SampleSource, produce
     from shadowkv.eval.provenance import Provenance
     from shadowkv.eval.report import tables
@@ -111,13 +103,7 @@ def evaluate(
     samples = produce(source, [(task, length) for length in wanted for task in found], settings.workers)
     with terminal.progress():
         for length in wanted:
-            variants = list(
-                {
-                    (one.label, one.key): one
-                    for method in methods
-                    for one in ([method] if shares is None else [with_budget(method, s, length) for s in shares])
-                }.values()
-            )
+            variants = budgeted(methods, shares, length)
             lineup = Lineup(
                 llm,
                 [method.config for method in variants],
@@ -131,31 +117,6 @@ def evaluate(
                 harness.run(next(samples), fitted.frame, length, variants, terminal.report)
             del harness, lineup  # its memory is the next one's
     _print(answers.rows, tables(answers.rows), directory, title=f"{model} in {dtype}; {made.line()}", json=json)
-
-
-def _methods(compared: str | None, cache: CacheConfig) -> dict[str, CacheConfig]:
-    """By name: full attention first, since the others are compared with it, then what ``--methods`` lists."""
-    known = known_methods()
-    own = next(name for name, kind in known.items() if kind is type(cache))
-    chosen: dict[str, CacheConfig] = {"full": FullConfig()}
-    for text in compared.split(",") if compared else [own]:
-        name, *changes = text.split(":")
-        if name not in known:
-            raise ConfigError(f"--methods names {name!r}; allowed: {', '.join(known)}")
-        config = cache if name == own else known[name]()
-        for change in changes:
-            if change.count("=") != 1:
-                raise ConfigError(f"--methods has {text!r}; give METHOD:SETTING=VALUE, such as quest:page-tokens=8")
-            ((_, config),) = swept(config, change, flag_name="--methods")
-        chosen[text] = config
-    return chosen
-
-
-def _share(text: str) -> float:
-    number = parse_number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    if not 0 < number <= 1:
-        raise ConfigError(f"--budget is {text!r}; give shares of the length such as 1.56% or 0.0156")
-    return number
 
 
 def _print(

@@ -280,3 +280,11 @@ def with_budget(method: Method, share: float, length: int) -> Method:
         return method
     config = replace(method.config, budget_tokens=max(round(share * length), 1))
     return Method(method.name, config, share)
+
+
+def budgeted(methods: Sequence[Method], shares: Sequence[float] | None, length: int) -> list[Method]:
+    """Every method with every budget; as they are where no budgets are given."""
+    if shares is None:
+        return list(methods)
+    made = [with_budget(method, share, length) for method in methods for share in shares]
+    return list({(method.label, method.key): method for method in made}.values())

@@ -34,6 +34,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
         (("--prompt-tokens", 3000, "--steps", 8), "the text has 2000 tokens and 3009 are needed"),
         (("--prompt-tokens", 1020, "--steps", 8), "1,020 tokens of prompt and 8 steps; llama takes 1,024"),
         (("--passage", "neither"), "--passage is 'neither'; allowed: natural, copy, both"),
+        (("--methods", "quest,telepathy"), "--methods names 'telepathy'"),
+        (("--budget", "3%,0%"), "--budget is '0%'"),
         (("--sweep", "rank"), "--sweep has 'rank'; give SETTING=VALUE"),
     ],
 )

@@ -181,5 +181,9 @@ def test_the_mean_weighs_tasks_the_same_and_is_there_only_for_methods_that_did_a
 def test_tasks_and_groups():
     assert [task.name for task in find_tasks(["vt", "niah_turns", "vt"])] == ["vt", "niah_turns"]
     assert [task.name for task in find_tasks(["ruler"])] == list(GROUPS["ruler"])
+    assert [task.name for task in find_tasks(["dense_evidence:3:count"])] == ["dense_evidence:3:count"]
+    for wrong in ("dense_evidence:0", "dense_evidence:many", "dense_evidence:3:why", "dense_evidence:"):
+        with pytest.raises(ConfigError, match=f"the task is '{wrong}'; give dense_evidence:NEEDLES"):
+            find_tasks([wrong])
     with pytest.raises(ConfigError, match="no task 'vtt'"):
         find_tasks(["vtt"])
