@@ -68,6 +68,8 @@ class Lineup:
             )
             made = self.llm.under(config, plan, self._arenas, max_batch=self.rows)
             made.engine.runner.recorded = self._recorded
+            if made.engine.runner.steps is not None:
+                made.engine.runner.steps.one_size = True
             self._members[config] = made
         return self._members[config]
 

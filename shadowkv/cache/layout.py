@@ -48,9 +48,11 @@ def carve(arena: Arena, extent: Extent, regions: Sequence[Region]) -> dict[str, 
 
 
 def copy_by_head(source: Tensor, target: Tensor) -> None:
-    """Copy [K, ...] head by head: contiguous copies to pinned memory need no staging buffer."""
+    """Copy [K, ...] head by head: contiguous copies to pinned memory need no staging buffer. Done when it returns."""
     for from_head, to_head in zip(source, target, strict=True):
-        to_head.copy_(from_head)
+        to_head.copy_(from_head, non_blocking=True)
+    if source.is_cuda and not target.is_cuda:
+        torch.cuda.current_stream(source.device).synchronize()
 
 
 def copy_overlap(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -104,8 +104,7 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
 
     def step_scores(self, layer: int, rows: LayerRows, q_BND: Tensor, step: SelectiveStep, open_BKC: Tensor) -> Tensor:
         """:meth:`scores` of all rows, [B, K, C] in float32; of units that are not open, anything."""
-        logits_BKGC = step.logits(layer, rows, q_BND).masked_fill(~open_BKC[:, :, None], -torch.inf)
-        return torch.log_softmax(logits_BKGC, dim=-1).amax(dim=2)
+        return step.shares(layer, rows, q_BND, open_BKC)
 
     # Memory.
 

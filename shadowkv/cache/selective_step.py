@@ -66,6 +66,8 @@ def selective_step_regions(
         Region("dense_facts", "step", (b, len(Fact)), torch.int32),
         Region("logits", "step", (b, g.kv_heads, group, sizes.width), torch.float32),
         Region("parts", "step", (b, g.kv_heads, group, score_splits(sizes.width), 2), torch.float32),
+        Region("spare", "step", (b, g.kv_heads, group, sizes.units), torch.float32),
+        Region("ranks", "step", (b, g.kv_heads, sizes.units), torch.int64),
         Region("attend", "step", (b, g.kv_heads, sizes.picks), torch.int32),
         Region("attend_count", "step", (b, g.kv_heads), torch.int32),
         *(Region(r.name, "step", (r.shape[0], b, *r.shape[1:]), r.dtype) for r in kept),
@@ -152,24 +154,24 @@ class SelectiveStep(DecodeStep):
         attend_BKP = self.scratch["attend"][:batch]
         always = always_BKO.shape[2]
         attend_BKP[:, :, :always] = always_BKO
-        attend_BKP[:, :, always:] = best_units(scores_BKC, cache.config.budget_units)
+        attend_BKP[:, :, always:] = best_units(scores_BKC, cache.config.budget_units, self.scratch["ranks"][:batch])
         count_BK = self.scratch["attend_count"][:batch]
         return Selection(attend_BKP, count_BK, attend_BKP, attend_BKP, count_BK)  # nothing is fetched
 
-    def logits(self, layer: int, rows: LayerRows, q_BND: Tensor) -> Tensor:
-        """How much each query head wants each unit, [B, K, G, C]; beyond a row's units, anything."""
+    def shares(self, layer: int, rows: LayerRows, q_BND: Tensor, open_BKC: Tensor) -> Tensor:
+        """``ops.select.chunk_scores`` of all rows' logits, [B, K, C]; of units that are not open, anything."""
         from shadowkv.ops.triton.score import score_table
 
         assert self.sizes is not None
         batch, dim = q_BND.shape[0], q_BND.shape[2]
         q_BND = self.cache.ranking_queries(layer, q_BND[:, :, None])[:, :, 0]
-        logits_BKGE, parts = (self.scratch[name][:batch] for name in ("logits", "parts"))
+        logits, parts, spare_BKGC = (self.scratch[name][:batch] for name in ("logits", "parts", "spare"))
         q_BNW = self.cache.index.table_query(layer, q_BND, {name: t[:, :batch] for name, t in self.kept.items()})
-        score_table(rows, q_BNW, logits_BKGE, parts, dim**-0.5)
+        score_table(rows, q_BNW, logits, parts, dim**-0.5)
         if self.sizes.entries == 1:
-            return logits_BKGE
-        logits_BKGCE = logits_BKGE.view(*logits_BKGE.shape[:3], self.sizes.units, self.sizes.entries)
-        return logits_BKGCE.logsumexp(-1)
+            return group_scores(logits, open_BKC, spare_BKGC)
+        sum_entries(logits.view(*spare_BKGC.shape, self.sizes.entries), spare_BKGC)
+        return group_scores(spare_BKGC, open_BKC, logits[..., : self.sizes.units])
 
     @property
     def foresees(self) -> bool:
@@ -182,9 +184,30 @@ class SelectiveStep(DecodeStep):
         """Nothing is left running."""
 
 
-def best_units(scores_BKC: Tensor, count: int) -> Tensor:
-    """The ``count`` best units per head, ties to the lower id, in any order: [B, K, P] int64. Scores in float32."""
+def sum_entries(logits_BKGCE: Tensor, out_BKGC: Tensor) -> None:
+    """The log-sum-exp over a unit's entries. The logits are overwritten: what is as large as they are is in the plan."""
+    top_BKGC = logits_BKGCE.amax(4)
+    torch.sum(logits_BKGCE.sub_(top_BKGC[..., None]).exp_(), 4, out=out_BKGC)
+    out_BKGC.log_().add_(top_BKGC)
+
+
+def group_scores(logits_BKGC: Tensor, open_BKC: Tensor, spare_BKGC: Tensor) -> Tensor:
+    """``ops.select.chunk_scores`` of one token a row, [B, K, C]. Logits and spare room are overwritten."""
+    logits_BKGC.masked_fill_(~open_BKC[:, :, None], -torch.inf)
+    logits_BKGC.sub_(logits_BKGC.amax(3, keepdim=True))
+    logits_BKGC.sub_(torch.exp(logits_BKGC, out=spare_BKGC).sum(3, keepdim=True).log_())
+    return logits_BKGC.amax(2)
+
+
+def best_units(scores_BKC: Tensor, count: int, ranks_BKC: Tensor) -> Tensor:
+    """The ``count`` best units per head, ties to the lower id, in any order: [B, K, P] int64.
+
+    Args:
+        scores_BKC: in float32, none of them NaN.
+        ranks_BKC: room for what is compared: a score's bits, ordered as the scores are, above the unit's number.
+    """
     bits_BKC = (scores_BKC + 0.0).view(torch.int32)  # -0.0 and 0.0 are equal
-    ordered_BKC = bits_BKC ^ (bits_BKC >> 31 & 0x7FFFFFFF)
+    bits_BKC ^= bits_BKC >> 31 & 0x7FFFFFFF
     ids_C = torch.arange(scores_BKC.shape[2], device=scores_BKC.device)
-    return torch.topk((ordered_BKC.long() << 32) - ids_C, count, dim=2, sorted=False).indices
+    ranks_BKC.copy_(bits_BKC).bitwise_left_shift_(32).sub_(ids_C)
+    return torch.topk(ranks_BKC, count, dim=2, sorted=False).indices

@@ -65,6 +65,7 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         self.exact = ExactRegion.of(config)
         self.index: BatchIndex = make_index(config.index)
         self.ranks = ranks(geometry, config)
+        self._index_names = [region.name for region in self.index.regions(geometry, 1)]
         self.kernels = False
         self.ranks_L = torch.tensor(self.ranks, dtype=torch.int32, device=device.device)
 
@@ -152,9 +153,21 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
             super().take_prompt(seq, prompt)
             return
         self.begin_prompt(seq, prompt.tokens)
-        for layer, spectrum in enumerate(prompt.spectra(centre=self.config.centre_keys)):
-            subspace = spectrum.subspace(self.ranks[layer], self.geometry.kv_heads)
-            self._compress_layer(layer, seq, *prompt.layer(layer), subspace)
+        context, centre = seq.context_chunks * self.config.chunk_tokens, self.config.centre_keys
+        subspaces = prompt.once(("subspaces", centre, self.ranks), lambda: self._subspaces(prompt))
+        for layer, subspace in enumerate(subspaces):
+            self._keep_subspace(layer, seq, subspace)
+            self._join_coefficients(layer, seq, 0, prompt.k_pre_LSKD[layer, :context])
+        # The rest is the same for every KV head of every layer.
+        names = ("exact_k", "exact_v", "values", "slot_of_chunk", *self._index_names)
+        tensors = {name: seq.tensors[name].flatten(0, 1)[None] for name in names}
+        self._keep_exact(0, seq, tensors, prompt.k_LKSD.flatten(0, 1), prompt.v_LKSD.flatten(0, 1))
+
+    def _subspaces(self, prompt: RecordedPrompt) -> list[Subspace]:
+        spectra = prompt.spectra(centre=self.config.centre_keys)
+        return [
+            spectrum.subspace(rank, self.geometry.kv_heads) for spectrum, rank in zip(spectra, self.ranks, strict=True)
+        ]
 
     # New tokens.
 
@@ -307,35 +320,37 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         seq.context_chunks = max(seq.tokens // self.config.chunk_tokens - self.config.local_chunks, 0)
         seq.outliers = min(self.config.outlier_chunks, seq.context_chunks)
 
-    def _compress_layer(
-        self,
-        layer: int,
-        seq: ShadowSequence,
-        k_pre_SKD: Tensor,
-        k_KSD: Tensor,
-        v_KSD: Tensor,
-        subspace: Subspace | None = None,
-    ) -> None:
-        tensors, size = seq.tensors, self.config.chunk_tokens
-        context = seq.context_chunks * size
-        if subspace is None:
-            try:
-                subspace = find_subspace(k_pre_SKD, self.ranks[layer], centre=self.config.centre_keys)
-            except NumericsError as error:
-                raise NumericsError(f"layer {layer}: {error}, or too large to be squared") from error
-        tensors[f"basis.{layer}"].copy_(subspace.basis_KDR)
-        tensors[f"mean.{layer}"].copy_(subspace.mean_KD)
+    def _compress_layer(self, layer: int, seq: ShadowSequence, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        try:
+            subspace = find_subspace(k_pre_SKD, self.ranks[layer], centre=self.config.centre_keys)
+        except NumericsError as error:
+            raise NumericsError(f"layer {layer}: {error}, or too large to be squared") from error
+        self._keep_subspace(layer, seq, subspace)
+        self._join_coefficients(layer, seq, 0, k_pre_SKD[: seq.context_chunks * self.config.chunk_tokens])
+        self._keep_exact(layer, seq, seq.tensors, k_KSD, v_KSD)
+
+    def _keep_subspace(self, layer: int, seq: ShadowSequence, subspace: Subspace) -> None:
+        seq.tensors[f"basis.{layer}"].copy_(subspace.basis_KDR)
+        seq.tensors[f"mean.{layer}"].copy_(subspace.mean_KD)
         seq.energy.append(subspace.energy)
-        self._join_context(layer, seq, 0, k_pre_SKD[:context], k_KSD[:, :context], v_KSD[:, :context])
-        self._keep_outliers(layer, seq, k_KSD[:, :context], v_KSD[:, :context])
+
+    def _keep_exact(
+        self, layer: int, seq: ShadowSequence, tensors: dict[str, Tensor], k_KSD: Tensor, v_KSD: Tensor
+    ) -> None:
+        """The index and the values of a prompt's context, its outliers, and what stays in the window."""
+        context = seq.context_chunks * self.config.chunk_tokens
+        self._join_index(layer, tensors, 0, k_KSD[:, :context], v_KSD[:, :context])
+        self._keep_outliers(layer, seq, tensors, k_KSD[:, :context], v_KSD[:, :context])
         slots = self.exact.window_slots(self._positions(context, seq.tokens))
         tensors["exact_k"][layer][:, slots] = k_KSD[:, context:]
         tensors["exact_v"][layer][:, slots] = v_KSD[:, context:]
 
-    def _keep_outliers(self, layer: int, seq: ShadowSequence, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def _keep_outliers(
+        self, layer: int, seq: ShadowSequence, tensors: dict[str, Tensor], k_KSD: Tensor, v_KSD: Tensor
+    ) -> None:
         if not seq.outliers:
             return
-        tensors, size = seq.tensors, self.config.chunk_tokens
+        size = self.config.chunk_tokens
         k_KCLD, v_KCLD = split_chunks(k_KSD, size), split_chunks(v_KSD, size)
         ids_KO = choose_outliers(k_KCLD, seq.outliers, self.config.sink_chunks)
         heads_K1 = torch.arange(ids_KO.shape[0], device=ids_KO.device)[:, None]
@@ -348,13 +363,22 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         self, layer: int, seq: ShadowSequence, first_chunk: int, k_pre_SKD: Tensor, k_KSD: Tensor, v_KSD: Tensor
     ) -> None:
         """Coefficients, index and values of whole chunks that are from now on selected, not attended."""
+        self._join_coefficients(layer, seq, first_chunk, k_pre_SKD)
+        self._join_index(layer, seq.tensors, first_chunk, k_KSD, v_KSD)
+
+    def _join_coefficients(self, layer: int, seq: ShadowSequence, first_chunk: int, k_pre_SKD: Tensor) -> None:
         tensors, size = seq.tensors, self.config.chunk_tokens
-        k_KCLD, v_KCLD = split_chunks(k_KSD, size), split_chunks(v_KSD, size)
-        chunks = slice(first_chunk, first_chunk + k_KCLD.shape[1])
         coeff_SR = project(k_pre_SKD, tensors[f"basis.{layer}"], tensors[f"mean.{layer}"])
-        tensors[f"coeff.{layer}"][chunks] = coeff_SR.reshape(-1, size, coeff_SR.shape[1])
+        coeff_CLR = coeff_SR.reshape(-1, size, coeff_SR.shape[1])
+        tensors[f"coeff.{layer}"][first_chunk : first_chunk + coeff_CLR.shape[0]] = coeff_CLR
+
+    def _join_index(
+        self, layer: int, tensors: dict[str, Tensor], first_chunk: int, k_KSD: Tensor, v_KSD: Tensor
+    ) -> None:
+        size = self.config.chunk_tokens
+        k_KCLD, v_KCLD = split_chunks(k_KSD, size), split_chunks(v_KSD, size)
         self.index.write(layer, tensors, first_chunk, k_KCLD)
-        copy_by_head(v_KCLD, tensors["values"][layer, :, chunks])
+        copy_by_head(v_KCLD, tensors["values"][layer, :, first_chunk : first_chunk + v_KCLD.shape[1]])
 
     def _positions(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.device_arena.device)

@@ -219,7 +219,7 @@ class StreamingStep(DenseStep):
                 rows_BO[i].copy_(seq.tensors["sink_rows"])
             self._copied = full
         numbers_2B = torch.tensor([[seq.tokens - config.budget_tokens for seq in full], [seq.row for seq in full]])
-        dropped_B11, row_B11 = numbers_2B.to(kept_LBKOD.device)[:, :, None, None]
+        dropped_B11, row_B11 = numbers_2B.to(kept_LBKOD.device, non_blocking=True)[:, :, None, None]
         sinks_O, some = torch.arange(sinks, device=kept_LBKOD.device), slice(len(full))
         rope = self.cache.rope
         plain_LBKOD = rope.unrotate(kept_LBKOD[:, some].float(), sinks_O, rows_BO[some, None])

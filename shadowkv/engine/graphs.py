@@ -27,17 +27,22 @@ def padded_rows(rows: int, max_rows: int) -> int:
 
 
 class StepRunner:
-    """Runs decoding steps by kernels: replayed from a graph on a GPU, launched one by one elsewhere."""
+    """Runs decoding steps by kernels: replayed from a graph on a GPU, launched one by one elsewhere.
 
-    def __init__(self, decoder: Decoder, step: DecodeStep) -> None:
+    Args:
+        one_size: every batch is padded to the largest, so that there is one graph: where steps are too few for more.
+    """
+
+    def __init__(self, decoder: Decoder, step: DecodeStep, *, one_size: bool = False) -> None:
         self.decoder = decoder
         self.step = step
+        self.one_size = one_size
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
     def decode(self, seqs: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:
         """One token for each sequence, which has been extended by it: logits [B, V], valid until the next call."""
-        rows = padded_rows(len(seqs), self.step.max_rows)
+        rows = self.step.max_rows if self.one_size else padded_rows(len(seqs), self.step.max_rows)
         rope = self.decoder.rope
         rope_rows = [rope.row(seq.tokens) for seq in seqs]
         if self.decoder.device.type != "cuda":

@@ -68,14 +68,15 @@ class Attention(Op[AttentionCase, AttentionInputs]):
             AttentionCase("unequal rows, three runs", wide, many, splits=3),
             AttentionCase("no selection", wide, many, selected=False, splits=2),
         ]
-        for dim, group, chunk, heads in ((80, 1, 4, 3), (96, 16, 64, 1), (128, 5, 16, 1), (256, 2, 8, 1)):
+        shapes = ((80, 1, 4, 3), (96, 16, 64, 1), (128, 5, 16, 1), (256, 2, 8, 1), (64, 4, 1, 1))
+        for dim, group, chunk, heads in shapes:
             sizes = Sizes(kv_heads=heads, group=group, head_dim=dim, chunk_tokens=chunk, rank=16)
             row = RowSpec(
                 chunks=320 // chunk,
                 outliers=1,
                 resident=256 // chunk + 1,
                 recent_tokens=chunk + 5,
-                window_slots=3 * chunk,
+                window_slots=max(3 * chunk, 8),
                 select=256 // chunk,
             )
             found.append(AttentionCase(f"D {dim}, G {group}, L {chunk}", sizes, (row,), splits=2))
