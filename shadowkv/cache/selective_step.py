@@ -185,7 +185,7 @@ class SelectiveStep(DecodeStep):
 
 
 def sum_entries(logits_BKGCE: Tensor, out_BKGC: Tensor) -> None:
-    """The log-sum-exp over a unit's entries. The logits are overwritten: what is as large as they are is in the plan."""
+    """The log-sum-exp over a unit's entries. Overwrites the logits: all that is as large as they are is in the plan."""
     top_BKGC = logits_BKGCE.amax(4)
     torch.sum(logits_BKGCE.sub_(top_BKGC[..., None]).exp_(), 4, out=out_BKGC)
     out_BKGC.log_().add_(top_BKGC)
