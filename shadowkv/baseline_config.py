@@ -155,6 +155,9 @@ class InfiniGenConfig(SelectiveConfig):
     """Share of the head width that tokens are ranked by."""
     skew_queries: int = 64
     """So many last queries of the prompt say into which coordinates queries and keys are turned."""
+    alpha: float | None = None
+    """The budget is a bound: of tokens, as many as score, on average over KV heads, within this of the head's best.
+    None takes the whole budget."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,6 +165,8 @@ class InfiniGenConfig(SelectiveConfig):
         at_least("skew_queries", self.skew_queries, 1)
         if not 0 < self.partial_ratio <= 1:
             raise ConfigError(f"partial_ratio is {self.partial_ratio!r}; allowed: above 0, up to 1")
+        if self.alpha is not None and not 0 < self.alpha < float("inf"):
+            raise ConfigError(f"alpha is {self.alpha!r}; allowed: a number above 0, or None for the whole budget")
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ Source: arXiv 2406.19707, section 4. Queries and keys of a head are turned by th
 queries, after which few coordinates carry the products; those with the largest sums of magnitudes are kept. The
 query of a layer is foreseen from what enters the layer before it, which changes little from layer to layer.
 
-There the vectors come from a calibration text, keys and values are all fetched, and as many tokens as come within a
+There the vectors come from a calibration text, keys and values are both fetched, and as many tokens as come within a
 margin of the best score; here the vectors come from the prompt's last queries, the exact keys stay on the device,
-and the budget is the number of tokens, so that all methods can be compared at the same one. What is foreseen
-passes through the norm of the layer it is for, which costs nothing and is nearer to the truth.
+and the budget is the number of tokens, so that all methods can be compared at the same one; the margin is a setting.
+What is foreseen passes through the norm of the layer it is for, which costs nothing and is nearer to the truth.
 """
 
+import math
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from shadowkv.cache.layout import Region
 from shadowkv.cache.loki import PrincipalKeys
 from shadowkv.cache.recorded import Once, RecordedPrompt
 from shadowkv.cache.selective import SelectiveCache, SelectiveSequence
+from shadowkv.cache.step import DecodeStep
 from shadowkv.config import InfiniGenConfig
 from shadowkv.ops.attention import group_queries
 from shadowkv.ops.rope import Rope
@@ -97,11 +99,28 @@ class InfiniGenCache(SelectiveCache[InfiniGenConfig]):
     def kept_for_steps(cls) -> tuple[str, ...]:
         return ("principal",)
 
+    def chosen_units(self, scores_KC: Tensor) -> int:
+        if self.config.alpha is None:
+            return super().chosen_units(scores_KC)
+        near_K = (scores_KC > scores_KC.amax(1, keepdim=True) - self.config.alpha).sum(1)
+        return min(math.ceil(near_K.double().mean()), self.config.budget_units)
+
+    @classmethod
+    def step_regions(
+        cls, geometry: Geometry, config: InfiniGenConfig, max_rows: int, capacity_tokens: int
+    ) -> list[Region] | None:
+        """How many tokens come within a margin is known to the device alone: a step of fixed sizes cannot have it."""
+        return None if config.alpha is not None else super().step_regions(geometry, config, max_rows, capacity_tokens)
+
+    def make_step(self, max_rows: int, capacity_tokens: int) -> DecodeStep | None:
+        return None if self.config.alpha is not None else super().make_step(max_rows, capacity_tokens)
+
     def foresee(self, layer: int, q_BNTD: Tensor) -> None:
-        self._foreseen[layer] = q_BNTD
+        if layer >= self.config.dense_layers:
+            self._foreseen[layer] = q_BNTD
 
     def ranking_queries(self, layer: int, q_BNTD: Tensor) -> Tensor:
-        if layer == 0:
+        if layer < self.config.dense_layers:
             return q_BNTD  # which no selection asks for
         assert layer in self._foreseen, "the layer was not foreseen"
         return self._foreseen.pop(layer)

@@ -81,6 +81,10 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
         """[K, C] over the first ``units`` units, -inf where not selectable."""
         return chunk_scores(self.index.logits(layer, seq.tensors, units, q_NTD), selectable_KC)
 
+    def chosen_units(self, scores_KC: Tensor) -> int:
+        """How many of the units with these scores are chosen per KV head, at most the budget."""
+        return self.config.budget_units
+
     def ranking_queries(self, layer: int, q_BNTD: Tensor) -> Tensor:
         """What units are ranked with, where it is not the queries that attend."""
         return q_BNTD
@@ -218,7 +222,7 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
         always_KO = self.always(layer, seq)
         selectable_KC = torch.ones(kv_heads, units, dtype=torch.bool, device=device).scatter(1, always_KO, False)
         scores_KC = self.scores(layer, seq, units, q_NTD, selectable_KC)
-        chosen_KP = top_chunks(scores_KC, config.budget_units)
+        chosen_KP = top_chunks(scores_KC, self.chosen_units(scores_KC))
         units_KP = torch.cat([always_KO, chosen_KP], dim=1)
         tokens_KE = (units_KP[..., None] * size + torch.arange(size, device=device)).flatten(1)
         recent_W = torch.arange(units * size, seq.tokens, device=device)
@@ -254,7 +258,7 @@ class SelectiveCache(Cache[SelectiveT, SelectiveSequence]):
     ) -> list[Region] | None:
         return selective_step_regions(cls, geometry, config, max_rows, capacity_tokens)
 
-    def make_step(self, max_rows: int, capacity_tokens: int) -> DecodeStep:
+    def make_step(self, max_rows: int, capacity_tokens: int) -> DecodeStep | None:
         return SelectiveStep(self, max_rows, capacity_tokens)
 
     def stats(self, seq: SelectiveSequence) -> CacheStats:

@@ -98,11 +98,18 @@ class Rule:
         return sorted(np.argsort(found)[: self.c.outlier_chunks].tolist())
 
     def choose(self, layer: int, head: int, q_GTD: Array, keys: Array, rest: list[int]) -> list[int]:
-        c, size, dim = self.c, self.c.unit_tokens, keys.shape[1]
+        c = self.c
         if isinstance(c, RandomConfig):
             tokens_B = torch.tensor([self.told.seq.tokens])
             drawn = draw(c.selection_seed, layer, tokens_B, 2, max(rest) + 1)[0, head].numpy()
             return best(drawn[rest].astype(np.float64), rest, c.budget_units)
+        logits = self.logits(layer, head, q_GTD, keys, rest)
+        if logits.shape[:2] == (1, 1):  # the papers' own case, one query and a key head of its own: no reduction
+            return best(logits[0, 0], rest, c.budget_units)
+        return best(reduce_scores(logits), rest, c.budget_units)
+
+    def logits(self, layer: int, head: int, q_GTD: Array, keys: Array, rest: list[int]) -> Array:
+        c, size, dim = self.c, self.c.unit_tokens, keys.shape[1]
         q_GTD = q_GTD / np.sqrt(dim)
         if isinstance(c, LokiConfig):
             known = keys[: self.began]
@@ -118,12 +125,9 @@ class Rule:
             keys, q_GTD = keys @ kept, q_GTD @ kept
         value = {QuestConfig: page_bound, OracleConfig: exact_mass, SelectionConfig: mean_key, LokiConfig: mean_key}
         value[InfiniGenConfig] = mean_key
-        logits = np.array(
+        return np.array(
             [[[value[type(c)](q, keys[u * size : (u + 1) * size]) for u in rest] for q in queries] for queries in q_GTD]
         )
-        if logits.shape[:2] == (1, 1):  # the papers' own case, one query and a key head of its own: no reduction
-            return best(logits[0, 0], rest, c.budget_units)
-        return best(reduce_scores(logits), rest, c.budget_units)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -225,6 +229,50 @@ def foreseen_error(device, adds: float) -> float:
     return max(errors)
 
 
+def test_infinigen_finds_the_best_tokens_of_low_rank_queries(device):
+    """The paper's claim: turned as the queries lie, few coordinates rank as all do; Loki's, of the keys, do not."""
+    shared, seen = {**PLAIN, "budget_tokens": 10, "dense_layers": 1}, []
+    infinigen, loki = InfiniGenConfig(**shared, skew_queries=20, partial_ratio=0.3), LokiConfig(**shared, score_dims=5)
+    for config in (OracleConfig(**shared, chunk_tokens=1), infinigen, loki):
+        torch.manual_seed(4)
+        cache = make_cache(geometry_of(1), config, device)
+        seq = cache.open(90)
+        cache.begin_prompt(seq, 70)
+        for layer in range(2):
+            k, v, directions = (torch.randn(2, n, 16, device=device) for n in (70, 70, 5))
+            q = 4 * torch.randn(2, 21, 5, device=device) @ directions
+            cache.take_layer(layer, seq, k.transpose(0, 1), k, v, q[:, :20])
+        cache.extend([seq], 1)
+        new = torch.zeros(1, 2, 1, 16, device=device)
+        cache.append(1, [seq], new, new)
+        cache.foresee(1, q[None, :, 20:])
+        seen.append(cache.view(1, [seq], q[None, :, 20:])[0].k_KED)
+    exact, found, missed = seen
+    assert torch.equal(*(x.sort(1).values for x in (exact, found)))
+    assert not torch.equal(*(x.sort(1).values for x in (exact, missed)))
+
+
+@pytest.mark.parametrize(("alpha", "least", "most"), [(0.1, 1, 3), (2.0, 4, 30), (50.0, 30, 30)])
+def test_infinigen_takes_as_many_as_score_within_a_margin_of_the_best(device, alpha: float, least: int, most: int):
+    config = InfiniGenConfig(**{**PLAIN, "budget_tokens": 30}, skew_queries=7, alpha=alpha)
+    cache = make_cache(geometry_of(1), config, device)
+    assert cache.make_step(2, 100) is None
+    assert cache.step_regions(cache.geometry, config, 2, 100) is None
+    told = Told.prompt(cache, 61, 90)
+    rule = Rule(told)
+    for _ in range(5):
+        rule.before_step()
+        _, (_, view) = told.step()
+        rest, queries = list(range(told.seq.tokens - 1)), told.ranking[1].double().cpu().numpy()[:, None]
+        keys = told.k[1].double().cpu().numpy()
+        logits = [rule.logits(1, head, queries[head], keys[head], rest)[0, 0] for head in range(2)]
+        near = np.mean([(x > x.max() - alpha).sum() for x in logits])
+        count = min(int(np.ceil(near)), 30)
+        assert least <= count <= most
+        want = [[[*best(x, rest, count), told.seq.tokens - 1]] for x in logits]
+        assert attended(view, 1) == want
+
+
 def test_quest_pays_for_two_bounds_a_page(device):
     price = QuestCache.price(Geometry(4, 8, 8, 128, torch.bfloat16), QuestConfig(), 32768)
     keys = 4 * 8 * 32768 * 128 * 2
@@ -303,6 +351,12 @@ def test_loki_at_full_width_ranks_as_the_exact_scores_do(device):
     [
         (lambda: QuestConfig(page_tokens=0), "page_tokens is 0"),
         (lambda: LokiConfig(score_dims=0), "score_dims is 0"),
+        (lambda: InfiniGenConfig(dense_layers=0), "dense_layers is 0"),
+        (lambda: InfiniGenConfig(skew_queries=0), "skew_queries is 0"),
+        (lambda: InfiniGenConfig(partial_ratio=0.0), "partial_ratio is 0.0"),
+        (lambda: InfiniGenConfig(partial_ratio=1.1), "partial_ratio is 1.1"),
+        (lambda: InfiniGenConfig(alpha=0.0), "alpha is 0.0"),
+        (lambda: InfiniGenConfig(alpha=float("nan")), "alpha is nan"),
         (lambda: SelectionConfig(outlier_chunks=1, sink_tokens=9), "outlier_chunks is 1"),
         (lambda: OracleConfig(chunk_tokens=0), "chunk_tokens is 0"),
         (lambda: RandomConfig(selection_seed=-1), "selection_seed is -1"),
