@@ -9,6 +9,7 @@ from shadowkv.cli.bench import bench
 from shadowkv.cli.check import check
 from shadowkv.cli.compare import compare
 from shadowkv.cli.demo import demo
+from shadowkv.cli.diagnose import diagnose
 from shadowkv.cli.eval import evaluate
 from shadowkv.cli.generate import generate
 from shadowkv.cli.plan import plan
@@ -26,6 +27,7 @@ for name, command in {
     "batch": batch,
     "plan": plan,
     "compare": compare,
+    "diagnose": diagnose,
     "eval": evaluate,
     "demo": demo,
     "check": check,

@@ -1,7 +1,7 @@
 """Flags that name several methods with their settings, and budgets as shares of a length."""
 
 from shadowkv.cli.options import methods, swept
-from shadowkv.cli.parse import parse_number
+from shadowkv.cli.parse import parse_share
 from shadowkv.config import CacheConfig
 from shadowkv.errors import ConfigError
 
@@ -44,7 +44,7 @@ def budget_shares(text: str) -> list[float]:
 
 
 def _share(text: str) -> float:
-    number = parse_number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    if not 0 < number <= 1:
-        raise ConfigError(f"--budget is {text!r}; give shares of the length such as 1.56% or 0.0156")
-    return number
+    try:
+        return parse_share(text)
+    except ConfigError:
+        raise ConfigError(f"--budget is {text!r}; give shares of the length such as 1.56% or 0.0156") from None

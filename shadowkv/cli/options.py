@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 
 from shadowkv.cli.failures import reported
-from shadowkv.cli.parse import parse_bandwidth, parse_bytes, parse_integer, parse_number, parse_tokens
+from shadowkv.cli.parse import parse_bandwidth, parse_bytes, parse_integer, parse_number, parse_share, parse_tokens
 from shadowkv.config import CacheConfig, ShadowKVConfig
 from shadowkv.errors import ConfigError
 
@@ -105,6 +105,22 @@ def swept(base: CacheConfig, option: str, flag_name: str = "--sweep") -> list[tu
         change: dict[str, Any] = {flag.field: flag.swept_value(value)}
         made.append((f"{name}={value}", replace(base, **change)))
     return made
+
+
+def words_of(config: CacheConfig) -> list[str]:
+    """What to write on a command line for these settings: the flags of those that differ from the defaults."""
+    usual = type(config)()
+    words = [] if isinstance(config, ShadowKVConfig) else ["--method", _kind_name(type(config))]
+    for flag in flags_of(type(config)):
+        value = getattr(config, flag.field)
+        if value == getattr(usual, flag.field):
+            continue
+        if isinstance(value, bool):
+            words.append(flag.option if value else f"--no-{flag.option.removeprefix('--')}")
+        else:
+            parts = value if isinstance(value, tuple) else (value,)
+            words += [flag.option, ",".join(str(part) for part in parts)]
+    return words
 
 
 def field_docs(config: type) -> dict[str, str]:
@@ -229,6 +245,8 @@ def _reader(name: str, hint: object) -> tuple[str, object, Callable[[Given], obj
         return "TEXT", str | None, str
     if kinds == (float,) and name.endswith("_bandwidth"):
         return "SIZE/s", str | None, lambda text: float(parse_bandwidth(str(text)))
+    if kinds == (float,) and name.endswith("_share"):
+        return "SHARE", str | None, lambda text: parse_share(str(text))
     if kinds == (float,):
         return "X", str | None, lambda text: parse_number(str(text))
     if kinds == (tuple[str, ...],):

@@ -47,6 +47,14 @@ def parse_number(text: str) -> float:
     return value
 
 
+def parse_share(text: str) -> float:
+    """``1.56%`` or ``0.0156``: above 0 and up to 1."""
+    share = parse_number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 < share <= 1:
+        raise ConfigError(f"{text!r} is not a share; give one above 0 and up to 1, such as 1.56% or 0.0156")
+    return share
+
+
 def format_bytes(count: float) -> str:
     """A size for people: binary units, three significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

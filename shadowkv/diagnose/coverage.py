@@ -7,7 +7,7 @@ no other choice of as many chunks for these heads covers more on average.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,38 +55,51 @@ def context_chunks(tokens: int, query_tokens: int, chunk_tokens: int) -> int:
     return max((tokens - query_tokens) // chunk_tokens - local, 0)
 
 
+class _Cut(NamedTuple):
+    """One split of the context of one layer. Shapes: landmarks [K, C, D], selectable [K, C]."""
+
+    split: Split
+    landmarks_KCD: Tensor
+    selectable_KC: Tensor
+
+    @classmethod
+    def of(cls, split: Split, k_KSD: Tensor, query_tokens: int) -> "_Cut":
+        count = context_chunks(k_KSD.shape[1], query_tokens, split.chunk_tokens)
+        assert count > split.outliers, "the context has no chunk to choose"
+        k_KCLD = split_chunks(k_KSD, split.chunk_tokens)[:, :count]
+        outlier_KO = choose_outliers(k_KCLD, split.outliers, 1)
+        selectable_KC = torch.ones(k_KCLD.shape[:2], dtype=torch.bool, device=k_KSD.device)
+        return cls(split, chunk_means(k_KCLD), selectable_KC.scatter(1, outlier_KO, False))
+
+
 def coverage(
-    q_NWD: Tensor, k_KSD: Tensor, split: Split, budgets: Sequence[int], *, oracle: bool
-) -> tuple[Covered, Covered | None]:
-    """What landmarks and (if asked for) the oracle cover with these budgets, in chunks per KV head.
+    q_NWD: Tensor, k_KSD: Tensor, budgets: Mapping[Split, Sequence[int]], oracle_split: Split
+) -> tuple[dict[Split, Covered], Covered]:
+    """What landmarks cover under every split, and what the oracle does under one of them.
 
     Args:
         q_NWD: the last W of S positions' queries after RoPE.
         k_KSD: all keys after RoPE.
+        budgets: chunks per KV head, by split.
     """
-    kv_heads, total, _ = k_KSD.shape
-    heads, width, dim = q_NWD.shape
-    count = context_chunks(total, width, split.chunk_tokens)
-    assert count > split.outliers, "the context has no chunk to choose"
-    k_KCLD = split_chunks(k_KSD, split.chunk_tokens)[:, :count]
-    outlier_KO = choose_outliers(k_KCLD, split.outliers, 1)
-    selectable_KC = torch.ones(kv_heads, count, dtype=torch.bool, device=k_KSD.device).scatter(1, outlier_KO, False)
-    landmarks_KCD = chunk_means(k_KCLD)
+    kv_heads, (heads, width, dim) = k_KSD.shape[0], q_NWD.shape
+    cuts = [_Cut.of(split, k_KSD, width) for split in budgets]
     queries_KGWD = group_queries(q_NWD, kv_heads).reshape(kv_heads, heads // kv_heads, width, dim)
-    by_landmarks: list[Tensor] = []
+    by_landmarks: dict[Split, list[Tensor]] = {split: [] for split in budgets}
     by_oracle: list[Tensor] = []
-    for q_GWD, k_SD, landmarks_CD, selectable_C in zip(queries_KGWD, k_KSD, landmarks_KCD, selectable_KC, strict=True):
-        for positions, weights_WGS in _weights(q_GWD, k_SD):
-            context = weights_WGS[..., : count * split.chunk_tokens]
-            mass_WGC = context.reshape(*context.shape[:2], count, split.chunk_tokens).sum(-1) * selectable_C
-            rest_WG = weights_WGS.sum(-1) - mass_WGC.sum(-1)
-            logits_GWC = q_GWD[:, positions].float() @ landmarks_CD.float().mT / math.sqrt(dim)
-            logits_WG1C = logits_GWC.transpose(0, 1)[:, :, None]
-            scores_WC = chunk_scores(logits_WG1C, selectable_C.expand(len(mass_WGC), -1))
-            by_landmarks.append(_covered(mass_WGC, rest_WG, scores_WC, budgets))
-            if oracle:
-                by_oracle.append(_covered(mass_WGC, rest_WG, mass_WGC.sum(1), budgets))
-    return Covered(torch.cat(by_landmarks)), Covered(torch.cat(by_oracle)) if oracle else None
+    for head, q_GWD in enumerate(queries_KGWD):
+        for positions, weights_WGS in _weights(q_GWD, k_KSD[head]):
+            for split, landmarks_KCD, selectable_KC in cuts:
+                selectable_C, chunks = selectable_KC[head], selectable_KC.shape[1]
+                context = weights_WGS[..., : chunks * split.chunk_tokens]
+                mass_WGC = context.reshape(*context.shape[:2], chunks, split.chunk_tokens).sum(-1) * selectable_C
+                rest_WG = (1 - mass_WGC.sum(-1)).clamp_min(0)
+                logits_GWC = q_GWD[:, positions].float() @ landmarks_KCD[head].float().mT / math.sqrt(dim)
+                scores_WC = chunk_scores(logits_GWC.transpose(0, 1)[:, :, None], selectable_C.expand(len(rest_WG), -1))
+                by_landmarks[split].append(_covered(mass_WGC, rest_WG, scores_WC, budgets[split]))
+                if split == oracle_split:
+                    by_oracle.append(_covered(mass_WGC, rest_WG, mass_WGC.sum(1), budgets[split]))
+    return {split: Covered(torch.cat(parts)) for split, parts in by_landmarks.items()}, Covered(torch.cat(by_oracle))
 
 
 def _weights(q_GWD: Tensor, k_SD: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -125,21 +125,16 @@ class Observer:
         half = k_pre_SKD.shape[0] // 2
         plain, centred = both_spectra(k_pre_SKD[:half])
         basis = Basis(top_basis(plain, self._rank), top_basis(centred, self._rank))
-        covered = {
-            split: coverage(q_NWD, k_KSD, split, budgets, oracle=split == self._split)
-            for split, budgets in self._budgets.items()
-        }
-        landmarks, oracle = covered[self._split]
-        assert oracle is not None
+        by_landmarks, oracle = coverage(q_NWD, k_KSD, self._budgets, self._split)
         self.layers.append(
             LayerFigures(
                 self._shares(layer, k_pre_SKD, k_KSD.transpose(0, 1), v_KSD.transpose(0, 1)),
                 basis,
                 Likeness.of(k_pre_SKD[half:], basis),
                 cosines_of(k_KSD, self._split.chunk_tokens, self._split.outliers),
-                landmarks,
+                by_landmarks[self._split],
                 oracle,
-                {split: [1 - mean for mean in found.mean] for split, (found, _) in covered.items()},
+                {split: [1 - mean for mean in found.mean] for split, found in by_landmarks.items()},
             )
         )
 

@@ -51,9 +51,12 @@ class DiagnoseSettings:
         for option, (value, lowest) in least.items():
             if value is not None and value < lowest:
                 raise ConfigError(f"{option} is {value}; it must be at least {lowest}")
-        for option, most in (("--query-tokens", self.query_tokens), ("--chunk-tokens", self.chunk_tokens)):
-            if most > self.prompt_tokens // 16:
-                raise ConfigError(f"{option} is {most}; it must be at most a sixteenth of --prompt-tokens")
+        for option, tokens, parts in (
+            ("--query-tokens", self.query_tokens, 8),
+            ("--chunk-tokens", self.chunk_tokens, 16),
+        ):
+            if tokens > self.prompt_tokens // parts:
+                raise ConfigError(f"{option} is {tokens}; it must be at most --prompt-tokens / {parts}")
         if self.outliers > self.prompt_tokens // self.chunk_tokens // 8:
             raise ConfigError(
                 f"--outlier-chunks is {self.outliers}; it must be at most an eighth of the prompt's "
