@@ -34,8 +34,8 @@ def diagnose(
 ) -> None:
     """Measure what ShadowKV builds on, and recommend settings.
 
-    For a model and a text: how low-rank the keys are, how stable their subspace is, how well means describe chunks, what a budget covers
-    and what is reused. Then settings for a byte budget, with what they cost on this text.
+    For a model and a text: how low-rank the keys are, how stable their subspace is, how well means describe chunks,
+    what a budget covers and what is reused. Then settings for a byte budget, with what they cost on this text.
     """
     whole_text, other_texts = read_text(text), {name: read_text(name) for name in other or ()}
     terminal = Terminal(quiet=quiet)
