@@ -34,8 +34,10 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Covered:
-    """Mass that is covered, one number per query head, position and budget: [N * W, BUDGETS] in float32 on the CPU."""
+    """Mass that is covered, in float32 on the CPU: one number per query head and position, [N * W], of what is attended
+    whatever is chosen; and by budget, [N * W, BUDGETS], of that and the choice together."""
 
+    always: Tensor
     mass: Tensor
 
     @property
@@ -85,8 +87,8 @@ def coverage(
     kv_heads, (heads, width, dim) = k_KSD.shape[0], q_NWD.shape
     cuts = [_Cut.of(split, k_KSD, width) for split in budgets]
     queries_KGWD = group_queries(q_NWD, kv_heads).reshape(kv_heads, heads // kv_heads, width, dim)
-    by_landmarks: dict[Split, list[Tensor]] = {split: [] for split in budgets}
-    by_oracle: list[Tensor] = []
+    by_landmarks: dict[Split, list[Covered]] = {split: [] for split in budgets}
+    by_oracle: list[Covered] = []
     for head, q_GWD in enumerate(queries_KGWD):
         for positions, weights_WGS in _weights(q_GWD, k_KSD[head]):
             for split, landmarks_KCD, selectable_KC in cuts:
@@ -99,7 +101,11 @@ def coverage(
                 by_landmarks[split].append(_covered(mass_WGC, rest_WG, scores_WC, budgets[split]))
                 if split == oracle_split:
                     by_oracle.append(_covered(mass_WGC, rest_WG, mass_WGC.sum(1), budgets[split]))
-    return {split: Covered(torch.cat(parts)) for split, parts in by_landmarks.items()}, Covered(torch.cat(by_oracle))
+    return {split: _joined(parts) for split, parts in by_landmarks.items()}, _joined(by_oracle)
+
+
+def _joined(parts: Sequence[Covered]) -> Covered:
+    return Covered(torch.cat([part.always for part in parts]), torch.cat([part.mass for part in parts]))
 
 
 def _weights(q_GWD: Tensor, k_SD: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -116,9 +122,9 @@ def _weights(q_GWD: Tensor, k_SD: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield part, logits_WGS.masked_fill(later_WS[:, None], -torch.inf).softmax(-1)
 
 
-def _covered(mass_WGC: Tensor, rest_WG: Tensor, scores_WC: Tensor, budgets: Sequence[int]) -> Tensor:
-    """[W * G, BUDGETS]: what the best chunks hold, with what is attended anyway."""
+def _covered(mass_WGC: Tensor, rest_WG: Tensor, scores_WC: Tensor, budgets: Sequence[int]) -> Covered:
+    """What the best chunks hold, with what is attended anyway."""
     order_WP = top_chunks(scores_WC, min(max(budgets), scores_WC.shape[1]))
     chosen_WGP = mass_WGC.gather(2, order_WP[:, None].expand(-1, mass_WGC.shape[1], -1)).cumsum(-1)
     last = torch.tensor([min(budget, order_WP.shape[1]) - 1 for budget in budgets], device=mass_WGC.device)
-    return (chosen_WGP[..., last] + rest_WG[..., None]).flatten(0, 1).cpu()
+    return Covered(rest_WG.flatten().cpu(), (chosen_WGP[..., last] + rest_WG[..., None]).flatten(0, 1).cpu())

@@ -92,16 +92,17 @@ def draw_cosines(document: Part) -> "Figure":
     figure = new_figure(13, 4.8)
     sorted_axis, place_axis = figure.subplots(1, 2)
     layers = part["quantiles"]
-    shares = [100 * share for share in part["quantile_shares"]]
-    shares[0] = shares[1] / 2  # a logarithmic axis has no place for the very lowest
+    # A logarithmic axis has no place for 0 %: the very lowest is that of one chunk.
+    shares = [max(share, 1 / part["chunks"]) * 100 for share in part["quantile_shares"]]
+    lowest = 0.0
     for layer, heads in enumerate(layers):
         line = [sum(column) / len(heads) for column in zip(*heads, strict=True)]
+        lowest = min(lowest, *line)
         sorted_axis.plot(shares, line, color=_depth_colour(sorted_axis, layer, len(layers)), linewidth=0.9)
     outliers = 100 * part["outliers"] / part["chunks"]
     sorted_axis.axvline(outliers, color="crimson", linestyle="--", label=f"the {part['outliers']} outlier chunks")
-    sorted_axis.set(
-        title="sorted, mean over KV heads", xscale="log", xlim=(shares[0], 100), ylim=(-1, 1.03), ylabel="lowest cosine"
-    )
+    sorted_axis.set(title="sorted, mean over KV heads", xscale="log", xlim=(shares[0], 100), ylabel="lowest cosine")
+    sorted_axis.set_ylim(lowest - 0.05, 1.03)
     sorted_axis.set_xlabel("chunks, % (lowest cosines first)")
     sorted_axis.grid(alpha=0.3)
     sorted_axis.legend(loc="lower right")
@@ -130,6 +131,8 @@ def draw_coverage(document: Part) -> "Figure":
             layers = part[name][which]
             line = [100 * sum(column) / len(layers) for column in zip(*layers, strict=True)]
             mass_axis.plot(budgets, line, style, color=colour, marker=".", label=f"{name}, {label}")
+    always = part["always"]
+    mass_axis.axhline(100 * sum(always) / len(always), color="grey", linestyle="--", label="without a budget")
     mass_axis.set(title="mean over layers", xscale="log", ylim=(0, 103), ylabel="attention covered, %")
     mass_axis.legend(loc="lower right")
     mass_axis.grid(alpha=0.3)
@@ -178,7 +181,7 @@ def draw_recommendation(document: Part) -> "Figure":
     _layer_axis(rank_axis, document)
     _measured(axes[0], part["candidates"], _candidate_name, "candidates, where they were chosen")
     _measured(axes[1], part["variants"], _variant_name, "the best one, on the next tokens")
-    axes[0].legend(loc="upper left")
+    axes[0].legend()
     kept = part["share_of_full_attention"]
     return _titled(figure, document, f"Recommendation for {kept:.1%} of full attention's memory")
 
@@ -194,8 +197,8 @@ def _measured(axis: "Axes", rows: Sequence[Part], name: Callable[[Part], str], t
         axis.errorbar(places, means, reach, fmt="o", markersize=4, capsize=3, label=f"{passage} passage")
     axis.set_xticks(range(len(rows)), [name(row) for row in rows], fontsize=8)
     axis.set(title=title, ylabel="KL to full attention, nats (95 %)", xlim=(-0.5, len(rows) - 0.5))
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
+    axis.set_yscale("log", nonpositive="clip")
+    axis.grid(alpha=0.3, which="both")
 
 
 def _candidate_name(row: Part) -> str:

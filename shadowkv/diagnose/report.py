@@ -123,6 +123,7 @@ def _coverage(found: Diagnosis) -> Document:
         "budgets": BUDGET_SHARES,
         "low_quantile": LOW_QUANTILE,
         "query_tokens": found.settings.query_tokens,
+        "always": [float(one.landmarks.always.double().mean()) for one in found.layers],
         "landmarks": curves([one.landmarks for one in found.layers]),
         "oracle": curves([one.oracle for one in found.layers]),
     }

@@ -120,6 +120,8 @@ def test_even_attention_is_covered_by_the_share_of_the_tokens():
             always = total - (chunks - 1) * 4
             expected = [(always + 4 * budget) / total for budget in (1, 10, 50)]
             found = covered.mass.reshape(2, 5, 2, 3)[:, position].reshape(4, 3)
+            none = covered.always.reshape(2, 5, 2)[:, position].flatten()
+            torch.testing.assert_close(none, torch.tensor(always / total).expand(4), rtol=1e-5, atol=0)
             torch.testing.assert_close(found, torch.tensor(expected).expand(4, 3), rtol=1e-5, atol=0)
     assert by_landmarks[SPLIT].mean == pytest.approx(oracle.mean)
 
