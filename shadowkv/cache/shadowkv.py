@@ -23,6 +23,7 @@ from shadowkv.cache.layout import Region, copy_by_head
 from shadowkv.cache.pool import Reservation
 from shadowkv.cache.recorded import RecordedPrompt
 from shadowkv.cache.shadowkv_layout import ExactRegion, ranks, sequence_price, sequence_regions
+from shadowkv.cache.shadowkv_stats import sequence_stats
 from shadowkv.cache.shadowkv_step import Leaving, ShadowStep, join_by_kernels, step_regions
 from shadowkv.cache.step import DecodeStep
 from shadowkv.config import ShadowKVConfig
@@ -396,27 +397,4 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         return ShadowStep(self, max_rows, capacity_tokens)
 
     def stats(self, seq: ShadowSequence) -> CacheStats:
-        counts = seq.tensors["counters"].tolist()
-        hits, misses, fetched = (sum(column) for column in zip(*counts, strict=True))
-        size, g = self.config.chunk_tokens, self.geometry
-        chunk_bytes = size * g.head_dim * g.dtype.itemsize
-        if seq.compressed:
-            always = (seq.outliers + (seq.tokens / size - seq.context_chunks)) * g.layers * g.kv_heads
-            held = always + int((seq.tensors["resident_ids"] != EMPTY).sum())
-        else:
-            held = seq.tokens / size * g.layers * g.kv_heads
-        return CacheStats(
-            method=self.name,
-            attention="sparse" if seq.compressed else "exact",
-            tokens=seq.tokens,
-            device_bytes=seq.price.device_bytes,
-            host_bytes=seq.price.host_bytes,
-            hits=hits,
-            misses=misses,
-            hit_rates=[hit / (hit + miss) for hit, miss, _ in counts] if hits + misses else [],
-            fetched_chunks=fetched,
-            fetched_bytes=fetched * chunk_bytes,
-            resident_bytes=round(2 * held * chunk_bytes),
-            rank=list(self.ranks) if seq.compressed else [],
-            energy=torch.stack(seq.energy).tolist() if seq.energy else [],
-        )
+        return sequence_stats(self, seq)
