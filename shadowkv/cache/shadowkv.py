@@ -165,10 +165,8 @@ class ShadowKVCache(Cache[ShadowKVConfig, ShadowSequence]):
         self._keep_exact(0, seq, tensors, prompt.k_LKSD.flatten(0, 1), prompt.v_LKSD.flatten(0, 1))
 
     def _subspaces(self, prompt: RecordedPrompt) -> list[Subspace]:
-        spectra = prompt.spectra(centre=self.config.centre_keys)
-        return [
-            spectrum.subspace(rank, self.geometry.kv_heads) for spectrum, rank in zip(spectra, self.ranks, strict=True)
-        ]
+        found = zip(prompt.spectra(centre=self.config.centre_keys), self.ranks, strict=True)
+        return [spectrum.subspace(rank, self.geometry.kv_heads) for spectrum, rank in found]
 
     # New tokens.
 
