@@ -1,4 +1,4 @@
-"""``shadowkv check``: every kernel against its plain-PyTorch truth, on the user's own device."""
+"""``shadowkv check``: every kernel against float64, on the user's own device."""
 
 import json as jsonlib
 from typing import Annotated
@@ -20,8 +20,9 @@ def check(
 ) -> None:
     """Check every kernel against plain PyTorch on this machine.
 
-    An output may err at most twice as much as PyTorch in the same precision, each against float64. Ends with
-    an error if a kernel does not keep to that. On a CPU kernels are interpreted, which TRITON_INTERPRET=1 asks for.
+    Each element of an output may miss float64 by what the kernel's own arithmetic can lose at most, in whatever order
+    it sums. Ends with an error if a kernel does not keep to that. What plain PyTorch loses here is shown beside it. On
+    a CPU kernels are interpreted, which TRITON_INTERPRET=1 asks for.
     """
     terminal = Terminal(quiet=quiet)
 

@@ -16,6 +16,7 @@ from shadowkv.bench.timing import require_gpu
 from shadowkv.errors import ConfigError
 from shadowkv.ops.contract.all import OPS
 from shadowkv.ops.contract.base import Op, Outputs, Traffic
+from shadowkv.ops.contract.bounds import Bounded
 from tests.bench.fakes import H200
 
 CPU = torch.device("cpu")
@@ -51,8 +52,14 @@ class Doubling(Op[float, Tensor]):
             raise RuntimeError("no such instruction")
         return {"out": self.factor * inputs, "ids": (self.factor * inputs).int()}
 
-    def reference(self, inputs: Tensor, dtype: torch.dtype) -> Outputs:
-        return {"out": 2 * inputs.to(dtype), "ids": (2 * inputs).int()}
+    def reference(self, inputs: Tensor) -> Outputs:
+        return {"out": 2 * inputs, "ids": (2 * inputs).int()}
+
+    def truth(self, inputs: Tensor) -> dict[str, Bounded]:
+        return {"out": Bounded.exact(inputs) * 2.0}
+
+    def faults(self, inputs: Tensor) -> dict[str, Outputs]:
+        return {"triples": Doubling(3).run(inputs)}
 
     def traffic(self, case: float, dtype: torch.dtype) -> Traffic:
         return Traffic(32)
@@ -61,13 +68,13 @@ class Doubling(Op[float, Tensor]):
 def test_a_right_kernel_passes() -> None:
     result = checks.check_op(Doubling(2), CPU, torch.float32)
     assert (result.cases, result.passed, result.worst, result.failures) == (2, 2, 0.0, [])
-    assert checks.cells(result) == ["doubling", "float32", "2", "2", "0.00"]
+    assert checks.cells(result) == ["doubling", "float32", "2", "2", "0.00", "0.00"]
 
 
 def test_a_wrong_kernel_says_where() -> None:
     result = checks.check_op(Doubling(3), CPU, torch.float32)
     assert (result.passed, result.worst) == (0, float("inf"))
-    assert result.failures[0].startswith("1.0: out: error 1, allowed ")
+    assert result.failures[0].startswith("1.0: out: error 1, allowed 2.38e-07, in element 0 of 4; ")
     assert "ids: 4 of 4 entries differ" in result.failures[0]
     assert result.to_dict()["worst"] is None
 

@@ -90,7 +90,7 @@ def test_kernels_beside_the_library(run: Run, monkeypatch: pytest.MonkeyPatch, t
     def row(by: str) -> kernels.Timed:
         return kernels.timed("attention", "dense, 7 x 8 tokens", torch.bfloat16, by, spread, traffic, H200)
 
-    wrong = checks.Checked("score", "bfloat16", 2, 1, 3.0, ["case: out: error 3, allowed 1"])
+    wrong = checks.Checked("score", "bfloat16", 2, 1, 3.0, failures=["case: out: error 3, allowed 1"])
     monkeypatch.setattr(kernels, "time_ops", lambda *_: kernels.KernelRun([row("shadowkv")], [wrong]))
     monkeypatch.setattr(library, "time_library", lambda *_: [row("torch flash")])
     result = run("bench", "kernels", "--output", tmp_path)
@@ -132,7 +132,7 @@ def test_a_wrong_kernel_is_named_and_fails_the_command(run: Run, monkeypatch: py
     from shadowkv.bench import checks
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    wrong = checks.Checked("score", "float16", 2, 1, 3.0, ["case: out: error 3, allowed 1"])
+    wrong = checks.Checked("score", "float16", 2, 1, 3.0, failures=["case: out: error 3, allowed 1"])
     monkeypatch.setattr(checks, "check_ops", lambda *_: [wrong])
     result = run("check", "--quiet")
     assert result.exit_code == 1

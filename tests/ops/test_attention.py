@@ -13,16 +13,7 @@ from shadowkv.ops.attention import (
     slot_attention,
 )
 from shadowkv.ops.views import DenseView, SlotView
-from tests.ops.truth import (
-    GARBAGE,
-    LAYOUTS,
-    assert_as_exact_as,
-    causal,
-    naive_attention,
-    plain_attention,
-    torch_attention,
-    worse,
-)
+from tests.ops.truth import GARBAGE, LAYOUTS, assert_within, causal, naive_attention
 
 GROUPS = [(32, 32), (32, 8), (32, 1), (3, 3), (6, 2), (1, 1)]
 WIDTHS = [64, 80, 96, 128, 256]
@@ -48,9 +39,7 @@ def test_prompt(draw, device, heads, kv_heads, layout):
     make = LAYOUTS[layout]
     q, k, v = (make(draw(n, 37, 64)) for n in (heads, kv_heads, kv_heads))
     allowed = causal(37, 37, kv_heads, device)
-    exact = naive_attention(q, k, v, allowed)
-    plain = worse(exact, plain_attention(q, k, v, allowed), torch_attention(q, k, v, allowed))
-    assert_as_exact_as(plain, prefill_attention(q, k, v), exact)
+    assert_within(prefill_attention(q, k, v), naive_attention(q, k, v, allowed))
 
 
 @pytest.mark.parametrize("dim", WIDTHS)
@@ -58,9 +47,7 @@ def test_prompt(draw, device, heads, kv_heads, layout):
 def test_prompt_of_any_width_and_length(draw, device, dim, tokens):
     q, k, v = (draw(n, tokens, dim) for n in (4, 2, 2))
     allowed = causal(tokens, tokens, 2, device)
-    exact = naive_attention(q, k, v, allowed)
-    plain = worse(exact, plain_attention(q, k, v, allowed), torch_attention(q, k, v, allowed))
-    assert_as_exact_as(plain, prefill_attention(q, k, v), exact)
+    assert_within(prefill_attention(q, k, v), naive_attention(q, k, v, allowed))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,9 +57,7 @@ def test_new_tokens_over_a_run(draw, device, heads, kv_heads, tokens, layout):
     make = LAYOUTS[layout]
     q, k, v = make(draw(heads, tokens, 64)), make(draw(kv_heads, 41, 64)), make(draw(kv_heads, 41, 64))
     allowed = causal(tokens, 41, kv_heads, device)
-    exact = naive_attention(q, k, v, allowed)
-    plain = worse(exact, plain_attention(q, k, v, allowed), torch_attention(q, k, v, allowed))
-    assert_as_exact_as(plain, dense_attention(q, k, v), exact)
+    assert_within(dense_attention(q, k, v), naive_attention(q, k, v, allowed))
     assert torch.equal(decode_attention(q, DenseView(k, v)), dense_attention(q, k, v))
 
 
@@ -83,9 +68,7 @@ def test_new_tokens_over_slots(draw, device, heads, kv_heads, tokens, layout):
     make = LAYOUTS[layout]
     q, k, v = make(draw(heads, tokens, 64)), make(draw(kv_heads, 41, 64)), make(draw(kv_heads, 41, 64))
     allowed = make(random_slots(kv_heads, tokens, 41, device))
-    exact = naive_attention(q, k, v, allowed)
-    plain = worse(exact, plain_attention(q, k, v, allowed), torch_attention(q, k, v, allowed))
-    assert_as_exact_as(plain, slot_attention(q, k, v, allowed), exact)
+    assert_within(slot_attention(q, k, v, allowed), naive_attention(q, k, v, allowed))
     assert torch.equal(decode_attention(q, SlotView(k, v, allowed)), slot_attention(q, k, v, allowed))
 
 
@@ -93,22 +76,17 @@ def test_new_tokens_over_slots(draw, device, heads, kv_heads, tokens, layout):
 def test_new_tokens_of_any_width(draw, device, dim):
     q, k, v = draw(4, 2, dim), draw(2, 19, dim), draw(2, 19, dim)
     run, slots = causal(2, 19, 2, device), random_slots(2, 2, 19, device)
-    exact = naive_attention(q, k, v, run)
-    plain = worse(exact, plain_attention(q, k, v, run), torch_attention(q, k, v, run))
-    assert_as_exact_as(plain, dense_attention(q, k, v), exact)
-    exact = naive_attention(q, k, v, slots)
-    plain = worse(exact, plain_attention(q, k, v, slots), torch_attention(q, k, v, slots))
-    assert_as_exact_as(plain, slot_attention(q, k, v, slots), exact)
+    assert_within(dense_attention(q, k, v), naive_attention(q, k, v, run))
+    assert_within(slot_attention(q, k, v, slots), naive_attention(q, k, v, slots))
 
 
 def test_the_last_tokens_of_a_prompt_are_what_the_prompt_gave(draw, device):
     q, k, v = (draw(n, 29, 64) for n in (6, 2, 2))
     allowed = causal(7, 29, 2, device)
     tail = q[:, -7:]
-    exact = naive_attention(tail, k, v, allowed)
-    plain = worse(exact, plain_attention(tail, k, v, allowed), torch_attention(tail, k, v, allowed))
+    truth = naive_attention(tail, k, v, allowed)
     for got in (prefill_attention(q, k, v)[:, -7:], dense_attention(tail, k, v), slot_attention(tail, k, v, allowed)):
-        assert_as_exact_as(plain, got, exact)
+        assert_within(got, truth)
 
 
 @pytest.mark.parametrize("garbage", [GARBAGE, torch.inf, -torch.inf, torch.nan])
@@ -159,17 +137,18 @@ def test_a_query_that_may_see_nothing_gives_zeros(draw, device, garbage):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_large_scores_do_not_overflow(device, dtype):
-    """Products of 60 x 60 over 128 dimensions pass float16's 65,504; the scores must live in float32."""
+    """Products of 60 x 60 over 128 dimensions pass float16's 65,504; the scores must live in float32.
+
+    Whole numbers up to 200 are exact in both dtypes, and sums of 128 of their products in float32.
+    """
     q, k, v = (torch.randn(n, 33, 128, device=device) for n in (8, 2, 2))
-    q, k, v = (60 * q).to(dtype), (60 * k).to(dtype), v.to(dtype)
+    q, k, v = *((60 * x).round().clamp(-200, 200).to(dtype) for x in (q, k)), v.to(dtype)
     k[:, 5] = q[::4, 20]  # one certain winner far above what the dtype holds
     assert float(q[0, 20].double() @ k[0, 5].double()) > 65504
     allowed = causal(33, 33, 2, device)
-    exact = naive_attention(q, k, v, allowed)
-    # The plain op of the dtype overflows here, so the bar is the plain op in float32, rounded.
-    plain = plain_attention(q.float(), k.float(), v.float(), allowed).to(dtype)
+    truth = naive_attention(q, k, v, allowed, exact_products=True)
     for got in (prefill_attention(q, k, v), dense_attention(q, k, v), slot_attention(q, k, v, allowed)):
-        assert_as_exact_as(plain, got, exact)
+        assert_within(got, truth)
 
 
 def test_inputs_stay_as_they_are(draw, device):

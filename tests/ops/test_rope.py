@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shadowkv.ops.contract.bounds import Bounded
+from shadowkv.ops.contract.rotation import cos_sin, turned, turned_back
 from shadowkv.ops.rope import FIRST_ROWS, Rope
-from tests.ops.truth import LAYOUTS, assert_as_exact_as
+from tests.ops.truth import LAYOUTS, assert_within
 
 
 def frequencies(rotary_dim: int, base: float = 10000.0) -> Tensor:
@@ -22,7 +24,7 @@ def make(device, rotary_dim: int, *, interleaved: bool = False, factor: float = 
     )
 
 
-def naive_rotate(x: Tensor, angles: Tensor, factor: float, interleaved: bool) -> Tensor:
+def naive_rotate(x: Tensor, angles: Tensor, factor: Tensor, interleaved: bool) -> Tensor:
     """Each pair (a, b) as the complex number a + ib, times factor * exp(i angle). float64."""
     half = angles.shape[-1]
     out = x.double().clone()
@@ -32,20 +34,6 @@ def naive_rotate(x: Tensor, angles: Tensor, factor: float, interleaved: bool) ->
         turned = turned * factor * torch.exp(1j * angles[..., f].double())
         out[..., i], out[..., j] = turned.real, turned.imag
     return out
-
-
-def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The usual x * cos + rotate_half(x) * sin, in x's dtype."""
-    rotary, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    if interleaved:
-        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-        turned = torch.stack([-rotary[..., 1::2], rotary[..., 0::2]], -1).flatten(-2)
-    else:
-        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-        a, b = rotary.chunk(2, -1)
-        turned = torch.cat([-b, a], -1)
-    return torch.cat([rotary * cos + turned * sin, rest], -1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -59,10 +47,9 @@ def test_rotation(device, dtype, dim, rotary_dim, interleaved, factor, layout):
     rows = torch.full((50,), rope.row(50), device=device, dtype=torch.int32)
     # float32 is where every model makes its angles: they are the truth here, not their rounding.
     angles = positions.float()[:, None] * frequencies(rotary_dim).to(device)
-    exact = naive_rotate(x, angles, factor, interleaved)
-    plain = plain_rotate(x, angles.cos() * factor, angles.sin() * factor, interleaved)
+    error = turned(Bounded.exact(x), *cos_sin(positions, rows, rope), interleaved).rounded(dtype).error
     got = rope.rotate(x, positions, rows)
-    assert_as_exact_as(plain, got, exact)
+    assert_within(got, Bounded(naive_rotate(x, angles, rope.table.factor_X[0].double(), interleaved), error))
     assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
 
 
@@ -77,9 +64,9 @@ def test_unrotate_undoes_rotate(device, dtype, dim, rotary_dim, interleaved, fac
     rotated = rope.rotate(x, positions, rows)
     angles = positions.float()[:, None] * frequencies(rotary_dim).to(device)
     # What is undone is the rotation of what was stored, so the truth starts from its rounded values.
-    exact = naive_rotate(rotated, -angles, 1 / factor, interleaved)
-    plain = plain_rotate(rotated, angles.cos() / factor, -angles.sin() / factor, interleaved)
-    assert_as_exact_as(plain, rope.unrotate(rotated, positions, rows), exact)
+    exact = naive_rotate(rotated, -angles, 1 / rope.table.factor_X[0].double(), interleaved)
+    error = turned_back(Bounded.exact(rotated), positions, rows, rope).rounded(dtype).error
+    assert_within(rope.unrotate(rotated, positions, rows), Bounded(exact, error))
 
 
 def test_rotation_is_relative(device):
@@ -151,10 +138,11 @@ def test_each_position_has_its_own_row(device, dtype):
     got = rope.rotate(x, positions, rows)
     for i, length in enumerate(lengths):
         inv_freq = frequencies(16, 100.0 * max(length, 10)).to(device)
-        factor, angles = 1.0 + max(length, 10) / 100, positions[i].float() * inv_freq
+        # The table holds the factor in float32.
+        factor, angles = torch.tensor(1.0 + max(length, 10) / 100).double(), positions[i].float() * inv_freq
         exact = naive_rotate(x[:, i], angles, factor, False)
-        plain = plain_rotate(x[:, i], angles.cos() * factor, angles.sin() * factor, False)
-        assert_as_exact_as(plain, got[:, i], exact)
+        error = turned(Bounded.exact(x[:, i]), *cos_sin(positions[i], rows[i], rope), False).rounded(dtype).error
+        assert_within(got[:, i], Bounded(exact, error))
 
 
 def test_a_change_of_row_makes_keys_stale_only_where_the_model_says_so(device):

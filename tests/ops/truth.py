@@ -1,4 +1,4 @@
-"""Naive float64 truths of the operations, one loop per axis, and the rule that ours are held to."""
+"""Naive float64 truths of the operations, one loop per axis, with what float32 may lose in them."""
 
 import math
 from collections.abc import Callable
@@ -6,61 +6,62 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shadowkv.ops.contract.bounds import Bounded
+
 GARBAGE = 1e4
 """What memory that nobody may read is filled with; fits every dtype."""
 
 
-def relative_error(got: Tensor, exact: Tensor) -> float:
-    assert got.shape == exact.shape
-    assert torch.isfinite(got).all()
-    return float((got.double() - exact).norm() / exact.norm().clamp_min(1e-300))
+FAST_EXP = 20 * 2.0**-23
+"""What the exponential of PyTorch's fused attention on CPUs may lose: 20 units in the last place, as Sleef calls it."""
 
 
-def assert_as_exact_as(plain: Tensor, got: Tensor, exact: Tensor) -> None:
-    """Our error is at most twice that of the plain op of the same dtype.
+def assert_within(got: Tensor, truth: Bounded) -> None:
+    """No element misses the truth by more than the arithmetic may lose."""
+    share, words = truth.worst(got)
+    assert share <= 1, words
 
-    The floor is half an ulp: the last rounding, to the dtype of the result, may cost every element so
-    much, even where the plain op happens to hit the representable neighbour exactly.
+
+def naive_attention(
+    q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Tensor, *, exact_products: bool = False
+) -> Bounded:
+    """Attention row by row over the allowed slots only; zeros where there is none.
+
+    Rounded as textbook code and fused kernels may: queries and keys each scaled by half, scores and weights in the
+    storage dtype. ``exact_products``: of integers whose sums float32 holds, scaled afterwards, in float32.
     """
-    assert got.dtype == plain.dtype
-    floor = torch.finfo(got.dtype).eps / 2
-    assert relative_error(got, exact) <= 2 * relative_error(plain, exact) + floor
-
-
-def naive_attention(q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Tensor) -> Tensor:
-    """Attention row by row over the allowed slots only; zeros where there is none. float64."""
     heads, tokens, dim = q_NTD.shape
-    group = heads // k_KED.shape[0]
-    out = torch.zeros(heads, tokens, dim, dtype=torch.float64, device=q_NTD.device)
+    group, dtype = heads // k_KED.shape[0], q_NTD.dtype
+    out = Bounded.full((heads, tokens, dim), 0.0, q_NTD.device)
     for n in range(heads):
         for t in range(tokens):
             seen = allowed_KTE[n // group, t].nonzero().flatten()
-            if len(seen):
-                k, v = k_KED[n // group, seen].double(), v_KED[n // group, seen].double()
-                weights = torch.softmax(k @ q_NTD[n, t].double() / math.sqrt(dim), dim=0)
-                out[n, t] = weights @ v
+            if not len(seen):
+                continue
+            q_1D, k_SD, v_SD = (
+                Bounded.exact(x) for x in (q_NTD[n, t][None], k_KED[n // group, seen], v_KED[n // group, seen])
+            )
+            if exact_products:
+                score_1S = Bounded.exact(q_1D.value @ k_SD.value.T) * (1 / math.sqrt(dim))
+            else:
+                q_1D, k_SD = ((x * dim**-0.25).rounded(dtype) for x in (q_1D, k_SD))
+                score_1S = (q_1D @ k_SD.moved(torch.t)).rounded(dtype)
+            weight_1S = (score_1S - score_1S.amax(1, keepdim=True)).exp().loosened(FAST_EXP).rounded(dtype)
+            mean_1D = weight_1S @ v_SD / weight_1S.sum(1, keepdim=True)
+            out.put((n, t), mean_1D.rounded(dtype)[0])
     return out
 
 
-def plain_attention(q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Tensor) -> Tensor:
-    """The textbook: matmul, softmax, matmul, all in the inputs' dtype."""
-    group = q_NTD.shape[0] // k_KED.shape[0]
-    k, v = k_KED.repeat_interleave(group, 0), v_KED.repeat_interleave(group, 0)
-    scores = q_NTD @ k.mT / math.sqrt(q_NTD.shape[-1])
-    hidden = ~allowed_KTE.repeat_interleave(group, 0)
-    return torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) @ v
+def log_shares(logits_KGC: Bounded, selectable_KC: Tensor) -> Bounded:
+    """Logarithms of the softmax over the selectable chunks, the largest of a group: [K, C]."""
+    found = logits_KGC.masked_fill(~selectable_KC[:, None], -torch.inf)
+    return (found - log_sum_exp(found, 2)).amax(1)
 
 
-def torch_attention(q_NTD: Tensor, k_KED: Tensor, v_KED: Tensor, allowed_KTE: Tensor) -> Tensor:
-    """PyTorch's own op over repeated heads, for what is built on it: some of its kernels round more."""
-    group = q_NTD.shape[0] // k_KED.shape[0]
-    k, v, allowed = (x.repeat_interleave(group, 0) for x in (k_KED, v_KED, allowed_KTE))
-    return torch.nn.functional.scaled_dot_product_attention(q_NTD[None], k[None], v[None], attn_mask=allowed)[0]
-
-
-def worse(exact: Tensor, *plain: Tensor) -> Tensor:
-    """Of several plain ops the one with the larger error."""
-    return max(plain, key=lambda got: relative_error(got, exact))
+def log_sum_exp(x: Bounded, dim: int) -> Bounded:
+    """Along an axis, which is kept; of finite numbers at least one."""
+    top = x.amax(dim, keepdim=True)
+    return (x - top).exp().sum(dim, keepdim=True).function(torch.log) + top
 
 
 def causal(tokens: int, context: int, kv_heads: int, device: torch.device) -> Tensor:

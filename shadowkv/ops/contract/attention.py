@@ -1,7 +1,8 @@
 """Contract of decode attention over slots: ``ops.triton.attention``."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -9,12 +10,17 @@ from torch import Tensor
 
 from shadowkv.ops.attention import dense_attention
 from shadowkv.ops.contract.base import Op, Outputs, Traffic
+from shadowkv.ops.contract.bounds import FUNCTION, ROUNDOFF, Bounded
+from shadowkv.ops.contract.faults import LEFT_OUT, NARROW_SUM, ONE_OFF, TF32, narrow_sum, tf32_product, values_of
 from shadowkv.ops.contract.rows import RowSpec, Sizes, make_rows
 from shadowkv.ops.rows import Fact, LayerRows, Selection
 from shadowkv.ops.select import EMPTY
 
 POISON = 1 << 30
 """List entries that nobody may follow."""
+LEAST_STEP = 16
+"""Tokens that a kernel takes at a time at least. Sums are scaled anew with each step, by a power of e, and once more
+with each run that is merged; a run is one step at least."""
 
 
 @dataclass(frozen=True)
@@ -136,19 +142,31 @@ class Attention(Op[AttentionCase, AttentionInputs]):
     def launch(self, inputs: AttentionInputs) -> Callable[[], object]:
         return _prepared(inputs)[0]
 
-    def reference(self, inputs: AttentionInputs, dtype: torch.dtype) -> Outputs:
-        sizes = inputs.case.sizes
-        out_BND = torch.zeros_like(inputs.q_BND, dtype=dtype)
-        for i, row in enumerate(inputs.case.rows):
-            for head in range(sizes.kv_heads if not row.padding else 0):
-                slots = _slots(inputs, i, head)
-                if not len(slots):
-                    continue
-                k_1SD, v_1SD = (inputs.tensors[i][name][head, slots].to(dtype)[None] for name in ("K", "V"))
-                mine = slice(head * sizes.group, (head + 1) * sizes.group)
-                q_G1D = inputs.q_BND[i, mine].to(dtype)[:, None]
-                out_BND[i, mine] = dense_attention(q_G1D, k_1SD, v_1SD)[:, 0]
+    def reference(self, inputs: AttentionInputs) -> Outputs:
+        out_BND = torch.zeros_like(inputs.q_BND)
+        for index, q_GD, k_SD, v_SD in _heads(inputs):
+            out_BND[index] = dense_attention(q_GD[:, None], k_SD[None], v_SD[None])[:, 0]
         return {"out": out_BND}
+
+    def truth(self, inputs: AttentionInputs) -> dict[str, Bounded]:
+        """Scores of D terms; a softmax whose weights are rounded to the storage dtype before they meet the values."""
+        out = Bounded.full(tuple(inputs.q_BND.shape), 0.0, inputs.q_BND.device)
+        for index, q_GD, k_SD, v_SD in _heads(inputs):
+            out.put(index, attended(Bounded.exact(q_GD), Bounded.exact(k_SD), Bounded.exact(v_SD), inputs.q_BND.dtype))
+        return {"out": out}
+
+    def faults(self, inputs: AttentionInputs) -> dict[str, Outputs]:
+        facts_BI = inputs.rows.facts_BI.clone()
+        facts_BI[:, Fact.FIRST] += (facts_BI[:, Fact.TOKENS] - facts_BI[:, Fact.FIRST] > 1).int()
+        found = {
+            LEFT_OUT: values_of(self.truth(replace(inputs, rows=replace(inputs.rows, facts_BI=facts_BI)))),
+            TF32 if inputs.q_BND.dtype == torch.float32 else NARROW_SUM: {"out": _coarse(inputs)},
+        }
+        if inputs.selection is not None:
+            count_BK = inputs.selection.attend_count_BK
+            fewer = replace(inputs.selection, attend_count_BK=count_BK - (count_BK > 0).int())
+            found[ONE_OFF] = values_of(self.truth(replace(inputs, selection=fewer)))
+        return found
 
     def traffic(self, case: AttentionCase, dtype: torch.dtype) -> Traffic:
         heads, dim = range(case.sizes.kv_heads), case.sizes.head_dim
@@ -158,6 +176,43 @@ class Attention(Op[AttentionCase, AttentionInputs]):
             device_bytes=(2 * tokens + 2 * queries) * dim * dtype.itemsize,
             flops=4 * tokens * case.sizes.group * dim,
         )
+
+
+def attended(q_GD: Bounded, k_SD: Bounded, v_SD: Bounded, dtype: torch.dtype) -> Bounded:
+    """Attention of G queries over S tokens, [G, D], as kernels with a running softmax have it."""
+    score_GS = (q_GD @ k_SD.moved(torch.t)) * (1 / math.sqrt(q_GD.value.shape[1]))
+    weight_GS = (score_GS - score_GS.amax(1, keepdim=True)).exp()
+    rescaled = 2 * (1 + k_SD.value.shape[0] // LEAST_STEP) * (FUNCTION + ROUNDOFF)
+    total_G1 = weight_GS.sum(1, keepdim=True).loosened(rescaled)
+    sums_GD = (weight_GS.rounded(dtype) @ v_SD).loosened(rescaled)
+    return (sums_GD / total_G1).rounded(dtype)
+
+
+def _coarse(inputs: AttentionInputs) -> Tensor:
+    """Sums over the tokens in the storage dtype, or scores by TF32."""
+    dtype = inputs.q_BND.dtype
+    out_BND = torch.zeros_like(inputs.q_BND, dtype=torch.float64)
+    for index, q_GD, k_SD, v_SD in _heads(inputs):
+        score_GS = tf32_product(q_GD, k_SD.mT) if dtype == torch.float32 else q_GD.double() @ k_SD.double().mT
+        score_GS /= math.sqrt(q_GD.shape[1])
+        weight_GS1 = torch.exp(score_GS - score_GS.amax(1, keepdim=True))[..., None]
+        if dtype == torch.float32:
+            out_BND[index] = (weight_GS1 * v_SD).sum(1) / weight_GS1.sum(1)
+        else:
+            out_BND[index] = narrow_sum(weight_GS1 * v_SD, 1, dtype) / narrow_sum(weight_GS1, 1, dtype)
+    return out_BND
+
+
+def _heads(inputs: AttentionInputs) -> Iterator[tuple[tuple[int, slice], Tensor, Tensor, Tensor]]:
+    """Every KV head of a row that sees something: its place in the result, queries [G, D], keys and values [S, D]."""
+    group = inputs.case.sizes.group
+    for i, row in enumerate(inputs.case.rows):
+        for head in range(inputs.case.sizes.kv_heads if not row.padding else 0):
+            slots = _slots(inputs, i, head)
+            if len(slots):
+                index = (i, slice(head * group, (head + 1) * group))
+                k_SD, v_SD = (inputs.tensors[i][name][head, slots] for name in ("K", "V"))
+                yield index, inputs.q_BND[index], k_SD, v_SD
 
 
 def _slots(inputs: AttentionInputs, i: int, head: int) -> Tensor:

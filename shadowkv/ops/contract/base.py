@@ -1,6 +1,10 @@
 """What every kernel promises: cases, a plain-PyTorch truth, and the bytes and operations it takes.
 
 Tests, ``shadowkv check`` and ``shadowkv bench kernels`` go through these entries and know no kernel by name.
+
+The rule that a kernel is held to: outputs that are ``exact`` equal plain PyTorch's to the last bit; in all others each
+element may miss the float64 truth by what its own arithmetic can lose, which :mod:`bounds` adds up step by step. How
+much PyTorch itself misses the truth is told beside it and decides nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -9,6 +13,8 @@ from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from shadowkv.ops.contract.bounds import Bounded
 
 Outputs = dict[str, Tensor]
 
@@ -37,7 +43,7 @@ class Op(ABC, Generic[CaseT, InputsT]):
     source: ClassVar[str]
     """Where the arithmetic is defined."""
     exact: ClassVar[frozenset[str]] = frozenset()
-    """Outputs that must be equal to the last bit; the others may err at most twice as much as PyTorch."""
+    """Outputs that must equal the reference's to the last bit; each element of the others has a bound of its own."""
 
     @abstractmethod
     def cases(self) -> list[CaseT]:
@@ -56,8 +62,19 @@ class Op(ABC, Generic[CaseT, InputsT]):
         """By the kernel."""
 
     @abstractmethod
-    def reference(self, inputs: InputsT, dtype: torch.dtype) -> Outputs:
-        """In plain PyTorch, in the arithmetic of this dtype: the inputs' own, or float64 for the truth."""
+    def reference(self, inputs: InputsT) -> Outputs:
+        """In plain PyTorch, in the arithmetic of the inputs' dtype."""
+
+    def truth(self, inputs: InputsT) -> dict[str, Bounded]:
+        """All outputs that are not exact, worked out in float64 with what the kernel's arithmetic may lose."""
+        return {}
+
+    @abstractmethod
+    def faults(self, inputs: InputsT) -> dict[str, Outputs]:
+        """What kernels with a known fault would leave, by the name of the fault: outputs in any float dtype.
+
+        Each has to be refused in at least one case of every dtype in which it is named.
+        """
 
     @abstractmethod
     def traffic(self, case: CaseT, dtype: torch.dtype) -> Traffic:
@@ -66,66 +83,49 @@ class Op(ABC, Generic[CaseT, InputsT]):
 
 @dataclass(frozen=True)
 class Deviation:
-    """One output of a kernel against the truth; for exact outputs the errors are entries that differ."""
+    """One output of a kernel against the truth.
+
+    ``share``: the largest error of an element as a share of what that element may lose; for exact outputs infinite if
+    any entry differs. ``plain``: the same of plain PyTorch, as information.
+    """
 
     output: str
-    error: float
-    allowed: float
+    share: float
+    plain: float
     words: str
 
     @property
     def right(self) -> bool:
-        return self.error <= self.allowed
-
-    @property
-    def share(self) -> float:
-        """The error as a share of what is allowed; infinite where nothing is allowed and something is wrong."""
-        if self.right:
-            return self.error / self.allowed if self.allowed else 0.0
-        return self.error / self.allowed if self.allowed and self.error == self.error else float("inf")
+        return self.share <= 1
 
 
 def deviations(
     op: Op[CaseT, InputsT], case: CaseT, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> list[Deviation]:
-    """How far every output of a kernel is from the truth.
-
-    Shapes are compared too. For outputs that are not exact: max |kernel - float64| may be at most twice
-    max |PyTorch in the same dtype - float64|, and never needs to be less than one rounding of the largest value.
-    """
+    """How far every output of a kernel is from the truth."""
     got = op.run(op.make(case, device, dtype, seed))
-    truth = op.reference(op.make(case, device, dtype, seed), torch.float64)
-    usual = op.reference(op.make(case, device, dtype, seed), dtype)
+    truth = op.truth(op.make(case, device, dtype, seed))
+    return judged(got, truth, op.reference(op.make(case, device, dtype, seed)), op.exact)
+
+
+def judged(got: Outputs, truth: dict[str, Bounded], plain: Outputs, exact: frozenset[str]) -> list[Deviation]:
+    """Results against the truth, or against plain PyTorch where they are exact. Shapes are compared too."""
     found = []
-    for name, expected in truth.items():
+    for name, usual in plain.items():
         have = got[name]
-        if have.shape != expected.shape:
-            words = f"{name}: shape {tuple(have.shape)}, expected {tuple(expected.shape)}"
+        if have.shape != usual.shape:
+            words = f"{name}: shape {tuple(have.shape)}, expected {tuple(usual.shape)}"
             found.append(Deviation(name, float("inf"), 0.0, words))
-        elif name in op.exact:
-            wrong = int((have != usual[name]).sum())
-            found.append(Deviation(name, wrong, 0.0, f"{name}: {wrong} of {have.numel()} entries differ"))
+        elif name in exact:
+            wrong = int((have != usual).sum())
+            words = f"{name}: {wrong} of {have.numel()} entries differ"
+            found.append(Deviation(name, float("inf") if wrong else 0.0, 0.0, words))
         else:
-            error, allowed = _errors(have, usual[name], expected)
-            found.append(Deviation(name, error, allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"))
+            share, words = truth[name].worst(have)
+            found.append(Deviation(name, share, truth[name].worst(usual)[0], f"{name}: {words}"))
     return found
 
 
 def excess(op: Op[CaseT, InputsT], case: CaseT, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[str]:
     """Where a kernel is further from the truth than its contract allows, in words; empty when it is right."""
     return [one.words for one in deviations(op, case, device, dtype, seed) if not one.right]
-
-
-def _errors(have: Tensor, usual: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The kernel's error and what it may be. Infinities must stand where the truth has them."""
-    if not expected.numel():
-        return 0.0, 0.0
-    finite = expected.isfinite()
-    if not torch.equal(have[~finite].double(), expected[~finite].double()):
-        return float("inf"), 0.0
-    truth = expected[finite].double()
-    if not truth.numel():
-        return 0.0, 0.0
-    error = float((have[finite].double() - truth).abs().max())
-    rounding = float(truth.abs().max()) * torch.finfo(have.dtype).eps / 2
-    return error, max(2 * float((usual[finite].double() - truth).abs().max()), rounding)

@@ -1,11 +1,13 @@
 """The contract of choosing: from logits to chunks, slots, and the lists for fetching and attention."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shadowkv.ops.contract.base import Op, Outputs, Traffic
+from shadowkv.ops.contract.faults import LEFT_OUT, ONE_OFF
 from shadowkv.ops.contract.rows import RowSpec, Sizes, make_rows
 from shadowkv.ops.rows import Fact, LayerRows, Selection
 from shadowkv.ops.select import EMPTY, OUTLIER, ResidentSet, top_chunks, update_resident
@@ -136,7 +138,7 @@ class Choose(Op[ChooseCase, ChooseInputs]):
         )
         return self._outputs(inputs)
 
-    def reference(self, inputs: ChooseInputs, dtype: torch.dtype) -> Outputs:
+    def reference(self, inputs: ChooseInputs) -> Outputs:
         top_BKGX, sum_BKGX = inputs.parts_BKGZ2.unbind(-1)
         top_BKG1 = top_BKGX.amax(-1, keepdim=True)
         total_BKG1 = top_BKG1 + (sum_BKGX * torch.exp(top_BKGX - top_BKG1)).sum(-1, keepdim=True).log()
@@ -144,6 +146,13 @@ class Choose(Op[ChooseCase, ChooseInputs]):
         for row, facts in enumerate(inputs.rows.facts_BI.tolist()):
             self._reference_row(inputs, row, facts, scores_BKC[row, :, : facts[Fact.CHUNKS]])
         return self._outputs(inputs)
+
+    def faults(self, inputs: ChooseInputs) -> dict[str, Outputs]:
+        beside, fewer = copy.deepcopy(inputs), copy.deepcopy(inputs)
+        beside.logits_BKGC.copy_(inputs.logits_BKGC.roll(1, 3))
+        select_B = fewer.rows.facts_BI[:, Fact.SELECT]
+        select_B -= (select_B > 1).int()
+        return {ONE_OFF: self.reference(beside), LEFT_OUT: self.reference(fewer)}
 
     def _reference_row(self, inputs: ChooseInputs, row: int, facts: list[int], scores_KC: Tensor) -> None:
         out, tensors = inputs.out, inputs.tensors[row]

@@ -1,5 +1,6 @@
 """Chunks that leave the recent window join the context, in all layers of several sequences."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -7,8 +8,18 @@ from torch import Tensor
 
 from shadowkv.ops.chunks import chunk_means, split_chunks
 from shadowkv.ops.contract.base import Op, Outputs, Traffic
+from shadowkv.ops.contract.bounds import Bounded
+from shadowkv.ops.contract.faults import (
+    LEFT_OUT,
+    NARROW_SUM,
+    ONE_OFF,
+    coarse_product,
+    last_zeroed,
+    narrow_sum,
+    values_of,
+)
 from shadowkv.ops.contract.fetches import UNTOUCHED, make_tables
-from shadowkv.ops.contract.keys import ROPE_ROWS, make_rope, turned
+from shadowkv.ops.contract.rotation import ROPE_ROWS, make_rope, turned_back
 from shadowkv.ops.contract.rows import RowSpec, Sizes
 from shadowkv.ops.lowrank import project
 from shadowkv.ops.rope import Rope
@@ -174,40 +185,58 @@ class JoinContext(_Join):
         )
         if inputs.facts_BI.is_cuda:
             torch.cuda.synchronize(inputs.facts_BI.device)  # the values are on the host
-        return self._outputs(inputs, inputs.dtype)
+        return self._outputs(inputs)
 
-    def reference(self, inputs: JoinInputs, dtype: torch.dtype) -> Outputs:
-        outputs = self._outputs(inputs, dtype)
-        sizes = inputs.case.sizes
-        for i in range(len(inputs.case.specs)):
+    def reference(self, inputs: JoinInputs) -> Outputs:
+        outputs = self._outputs(inputs)
+        for i, j, held in _joining(inputs):
             chunks, positions_S, slots_S = inputs.leaving(i)
-            if chunks.start == chunks.stop:
-                continue
-            for j, rows in enumerate(inputs.by_layer):
-                held = rows[i]
-                rope_rows_S = held[Address.ROPE_ROWS][positions_S]
-                k_pre_KSD = turned(
-                    held[Address.K][:, slots_S].to(dtype), positions_S, rope_rows_S, inputs.rope, back=True
-                )
-                k_pre_SKD = k_pre_KSD.transpose(0, 1)
-                if dtype == torch.float64:
-                    basis_XR = held[Address.BASIS].flatten(0, 1).double()
-                    coeff_SR = (k_pre_SKD - held[Address.MEAN].double()).flatten(1) @ basis_XR
-                else:
-                    coeff_SR = project(k_pre_SKD, held[Address.BASIS], held[Address.MEAN])
-                coeff_CLR = coeff_SR.reshape(-1, sizes.chunk_tokens, coeff_SR.shape[1])
-                outputs[f"coefficients of row {i}, layer {j}"][chunks] = coeff_CLR
-                v_KSD = held[Address.V][:, slots_S]
-                v_KCLD = split_chunks(v_KSD, sizes.chunk_tokens)
-                values_KCLD = outputs[f"values of row {i}"][j]
-                values_KCLD[:, chunks] = v_KCLD.to(values_KCLD)
+            rope_rows_S = held[Address.ROPE_ROWS][positions_S]
+            k_pre_KSD = inputs.rope.unrotate(held[Address.K][:, slots_S], positions_S, rope_rows_S)
+            coeff_SR = project(k_pre_KSD.transpose(0, 1), held[Address.BASIS], held[Address.MEAN])
+            outputs[f"coefficients of row {i}, layer {j}"][chunks] = self._by_chunk(inputs, coeff_SR)
+            v_KCLD = split_chunks(held[Address.V][:, slots_S], inputs.case.sizes.chunk_tokens)
+            outputs[f"values of row {i}"][j][:, chunks] = v_KCLD.cpu()
         return outputs
 
-    def _outputs(self, inputs: JoinInputs, dtype: torch.dtype) -> Outputs:
-        outputs = {f"values of row {i}": held[Address.VALUES].to(dtype) for i, held in enumerate(inputs.tensors)}
+    def truth(self, inputs: JoinInputs) -> dict[str, Bounded]:
+        """Keys turned back in float32 and centred, rounded to the storage dtype; products of K*D terms."""
+        return self._coefficients(inputs, [x_SX @ basis_XR for x_SX, basis_XR in _factors(inputs)])
+
+    def faults(self, inputs: JoinInputs) -> dict[str, Outputs]:
+        plain, factors = self.reference(inputs), _factors(inputs)
+        fewer = [x_SX @ basis_XR.moved(lambda x: last_zeroed(x, 0)) for x_SX, basis_XR in factors]
+        beside = [x_SX @ basis_XR for x_SX, basis_XR in _factors(inputs, chunks_on=1)]
+        found = {
+            LEFT_OUT: plain | values_of(self._coefficients(inputs, fewer)),
+            ONE_OFF: plain | values_of(self._coefficients(inputs, beside)),
+            f"{ONE_OFF}, of the values": {name: x.roll(1, 2) if name in self.exact else x for name, x in plain.items()},
+        }
+        coarse = []
+        for x_SX, basis_XR in factors:
+            stored_SX = x_SX.value.to(inputs.dtype)
+            fault, coeff_SR = coarse_product(stored_SX, basis_XR.value, inputs.dtype)
+            coarse.append(Bounded.exact(coeff_SR))
+        if coarse:
+            found[fault] = plain | values_of(self._coefficients(inputs, coarse))
+        return found
+
+    def _coefficients(self, inputs: JoinInputs, products: list[Bounded]) -> dict[str, Bounded]:
+        """All outputs that are not exact, with these coefficients of the chunks that join."""
+        found = {name: Bounded.exact(x) for name, x in self._outputs(inputs).items() if name not in self.exact}
+        for (i, j, _), coeff_SR in zip(_joining(inputs), products, strict=True):
+            stored = coeff_SR.rounded(inputs.dtype).moved(lambda x: self._by_chunk(inputs, x))
+            found[f"coefficients of row {i}, layer {j}"].put(inputs.leaving(i)[0], stored)
+        return found
+
+    def _by_chunk(self, inputs: JoinInputs, coeff_SR: Tensor) -> Tensor:
+        return coeff_SR.reshape(-1, inputs.case.sizes.chunk_tokens, coeff_SR.shape[1])
+
+    def _outputs(self, inputs: JoinInputs) -> Outputs:
+        outputs = {f"values of row {i}": held[Address.VALUES] for i, held in enumerate(inputs.tensors)}
         for j, rows in enumerate(inputs.by_layer):
             for i, held in enumerate(rows):
-                outputs[f"coefficients of row {i}, layer {j}"] = held[Address.COEFF].to(dtype)
+                outputs[f"coefficients of row {i}, layer {j}"] = held[Address.COEFF]
         return outputs
 
     def traffic(self, case: JoinCase, dtype: torch.dtype) -> Traffic:
@@ -215,6 +244,29 @@ class JoinContext(_Join):
         tokens, width = sum(case.joins) * sizes.chunk_tokens, sizes.kv_heads * sizes.head_dim
         moved = ranks * (tokens + width * sum(n > 0 for n in case.joins)) * dtype.itemsize
         return Traffic(moved + 2 * chunk_bytes, bus_bytes=chunk_bytes, flops=2 * tokens * width * ranks)
+
+
+def _joining(inputs: JoinInputs) -> Iterator[tuple[int, int, dict[Address, Tensor]]]:
+    """Every row and layer that something leaves the window of, with its tensors."""
+    for j, rows in enumerate(inputs.by_layer):
+        for i, joins in enumerate(inputs.case.joins):
+            if joins:
+                yield i, j, rows[i]
+
+
+def _factors(inputs: JoinInputs, chunks_on: int = 0) -> list[tuple[Bounded, Bounded]]:
+    """By row and layer the keys [S, K*D], turned back from some chunks further on, and the basis [K*D, R]."""
+    found = []
+    for i, _, held in _joining(inputs):
+        _, positions_S, slots_S = inputs.leaving(i)
+        rope_rows_S = held[Address.ROPE_ROWS][positions_S]
+        away_S = positions_S + chunks_on * inputs.case.sizes.chunk_tokens
+        k_pre_KSD = turned_back(Bounded.exact(held[Address.K][:, slots_S]), away_S, rope_rows_S, inputs.rope)
+        k_pre_SKD = k_pre_KSD.moved(lambda x: x.transpose(0, 1))
+        centred_SKD = (k_pre_SKD - Bounded.exact(held[Address.MEAN])).rounded(inputs.dtype)
+        basis_XR = Bounded.exact(held[Address.BASIS].flatten(0, 1))
+        found.append((centred_SKD.moved(lambda x: x.flatten(1)), basis_XR))
+    return found
 
 
 class WriteLandmarks(_Join):
@@ -232,16 +284,48 @@ class WriteLandmarks(_Join):
         write_landmarks(*tables, *shape, inputs.dtype, max(inputs.case.joins))
         return {f"landmarks of row {i}": held[Address.LANDMARKS] for i, held in enumerate(inputs.tensors)}
 
-    def reference(self, inputs: JoinInputs, dtype: torch.dtype) -> Outputs:
+    def reference(self, inputs: JoinInputs) -> Outputs:
         outputs = {}
         for i, held in enumerate(inputs.tensors):
             chunks, _, slots_S = inputs.leaving(i)
-            landmarks = held[Address.LANDMARKS].to(dtype)
-            for j, k_KED in enumerate(held[Address.K].to(dtype)):
-                k_KCLD = split_chunks(k_KED[:, slots_S], inputs.case.sizes.chunk_tokens)
-                landmarks[j, :, chunks] = k_KCLD.mean(2) if dtype == torch.float64 else chunk_means(k_KCLD)
+            landmarks = held[Address.LANDMARKS]
+            for j, k_KED in enumerate(held[Address.K]):
+                landmarks[j, :, chunks] = chunk_means(split_chunks(k_KED[:, slots_S], inputs.case.sizes.chunk_tokens))
             outputs[f"landmarks of row {i}"] = landmarks
         return outputs
+
+    def truth(self, inputs: JoinInputs) -> dict[str, Bounded]:
+        """Sums of the L keys of a chunk in float32, divided and rounded once."""
+        size = inputs.case.sizes.chunk_tokens
+        return self._landmarks(inputs, lambda terms: terms.sum(3) / size)
+
+    def faults(self, inputs: JoinInputs) -> dict[str, Outputs]:
+        size = inputs.case.sizes.chunk_tokens
+
+        def narrow(terms: Bounded) -> Bounded:
+            return Bounded.exact(narrow_sum(terms.value, 3, inputs.dtype) / size)
+
+        found = {
+            LEFT_OUT: self._landmarks(inputs, lambda x: x[:, :, :, 1:].sum(3) / size),
+            ONE_OFF: self._landmarks(inputs, lambda x: (x.sum(3) / size).moved(lambda y: y.roll(1, 2))),
+        }
+        if inputs.dtype != torch.float32:
+            found[NARROW_SUM] = self._landmarks(inputs, narrow)
+        return {fault: values_of(made) for fault, made in found.items()}
+
+    def _landmarks(self, inputs: JoinInputs, mean: Callable[[Bounded], Bounded]) -> dict[str, Bounded]:
+        """The tables with these means of the chunks [layers, K, C, L, D] that leave."""
+        found = {}
+        for i, held in enumerate(inputs.tensors):
+            chunks, _, slots_S = inputs.leaving(i)
+            landmarks = Bounded.exact(held[Address.LANDMARKS])
+            if inputs.case.joins[i]:
+                keys = torch.stack(
+                    [split_chunks(k_KED[:, slots_S], inputs.case.sizes.chunk_tokens) for k_KED in held[Address.K]]
+                )
+                landmarks.put((slice(None), slice(None), chunks), mean(Bounded.exact(keys)).rounded(inputs.dtype))
+            found[f"landmarks of row {i}"] = landmarks
+        return found
 
     def traffic(self, case: JoinCase, dtype: torch.dtype) -> Traffic:
         read = self._chunk_bytes(case, dtype)

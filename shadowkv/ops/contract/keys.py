@@ -1,18 +1,20 @@
 """The keys of fetched chunks: rebuilt from coefficients, rotated to their positions, in their slots."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shadowkv.ops.contract.base import Op, Outputs, Traffic
+from shadowkv.ops.contract.bounds import Bounded
+from shadowkv.ops.contract.faults import LEFT_OUT, ONE_OFF, coarse_product, last_zeroed, values_of
 from shadowkv.ops.contract.fetches import UNTOUCHED, FetchCase, Fetched, make_selection, make_tables, slots_of
+from shadowkv.ops.contract.rotation import ROPE_ROWS, cos_sin, make_rope, turned
 from shadowkv.ops.contract.rows import RowSpec, Sizes
 from shadowkv.ops.lowrank import rebuild
 from shadowkv.ops.rope import Rope
 from shadowkv.ops.rows import Address, LayerRows, Selection
-
-ROPE_ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -21,35 +23,6 @@ class KeyCase(FetchCase):
 
     rotary_dim: int = 0
     interleaved: bool = False
-
-
-def make_rope(rotary_dim: int, interleaved: bool, device: torch.device) -> Rope:
-    """Several rows, each with frequencies and a factor of its own."""
-
-    def frequencies(length: int) -> tuple[Tensor, float]:
-        exponents_F = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        return 1.0 / (10000.0 * (1 + length)) ** exponents_F, 1 + 0.3 * length
-
-    rope = Rope(frequencies, lambda length: length, rotary_dim=rotary_dim, interleaved=interleaved, device=device)
-    for length in range(ROPE_ROWS):
-        rope.row(length)
-    return rope
-
-
-def turned(x: Tensor, positions: Tensor, rows: Tensor, rope: Rope, *, back: bool = False) -> Tensor:
-    """``Rope.rotate`` (or ``unrotate``) for float64 too, where only the angles are float32's, as models make them."""
-    if x.dtype != torch.float64:
-        return rope.unrotate(x, positions, rows) if back else rope.rotate(x, positions, rows)
-    table, rows = rope.table, rows.long()
-    angles = (positions.float()[..., None] * table.inv_freq_XF[rows]).double()
-    pairs = torch.polar(table.factor_X[rows].double()[..., None].expand_as(angles).contiguous(), angles)
-    rotary, rest = x[..., : table.rotary_dim], x[..., table.rotary_dim :]
-    half = table.rotary_dim // 2
-    layout = (half, 2) if table.interleaved else (2, half)
-    axis = -1 if table.interleaved else -2
-    a, b = rotary.reshape(*x.shape[:-1], *layout).unbind(axis)
-    out = torch.complex(a, b) / pairs if back else torch.complex(a, b) * pairs
-    return torch.cat([torch.stack([out.real, out.imag], axis).flatten(-2), rest], -1)
 
 
 @dataclass(frozen=True)
@@ -127,27 +100,49 @@ class RebuildKeys(Op[KeyCase, KeyInputs]):
         rebuild_keys(inputs.rows, inputs.selection, inputs.rope.table, *shape, inputs.dtype, inputs.case.late)
         return {f"k of row {i}": held[Address.K] for i, held in enumerate(inputs.tensors)}
 
-    def reference(self, inputs: KeyInputs, dtype: torch.dtype) -> Outputs:
-        outputs, size = {}, inputs.case.sizes.chunk_tokens
-        for i, (spec, row) in enumerate(zip(inputs.case.specs, inputs.lists, strict=True)):
+    def reference(self, inputs: KeyInputs) -> Outputs:
+        outputs = {f"k of row {i}": held[Address.K] for i, held in enumerate(inputs.tensors)}
+        for i, head, fetched, slots_ML in _fetched(inputs):
             held = inputs.tensors[i]
-            k_KED = held[Address.K].to(dtype)
-            for head, fetched in enumerate(row):
-                factors = (
-                    held[Address.COEFF][fetched.chunk_M],
-                    held[Address.BASIS][head].expand(len(fetched.chunk_M), -1, -1),
-                    held[Address.MEAN][head].expand(len(fetched.chunk_M), -1),
-                )
-                if dtype == torch.float64:
-                    coeff, basis, mean = (x.double() for x in factors)
-                    k_MLD = coeff @ basis.mT + mean[:, None]
-                else:
-                    k_MLD = rebuild(*factors)
-                positions_ML = fetched.chunk_M[:, None] * size + torch.arange(size, device=k_KED.device)
-                k_MLD = turned(k_MLD, positions_ML, held[Address.ROPE_ROWS][positions_ML], inputs.rope)
-                k_KED[head, slots_of(spec, inputs.case.sizes, fetched)] = k_MLD.to(dtype)
-            outputs[f"k of row {i}"] = k_KED
+            k_MLD = rebuild(
+                held[Address.COEFF][fetched.chunk_M],
+                held[Address.BASIS][head].expand(len(fetched.chunk_M), -1, -1),
+                held[Address.MEAN][head].expand(len(fetched.chunk_M), -1),
+            )
+            positions_ML = _positions(inputs, fetched.chunk_M)
+            k_MLD = inputs.rope.rotate(k_MLD, positions_ML, held[Address.ROPE_ROWS][positions_ML])
+            outputs[f"k of row {i}"][head, slots_ML] = k_MLD.to(inputs.dtype)
         return outputs
+
+    def truth(self, inputs: KeyInputs) -> dict[str, Bounded]:
+        """Products of R terms and the mean, turned in float32, rounded once."""
+        return self._turned(inputs, _products(inputs))
+
+    def faults(self, inputs: KeyInputs) -> dict[str, Outputs]:
+        fewer = [held | {Address.BASIS: last_zeroed(held[Address.BASIS], 2)} for held in inputs.tensors]
+        found = {
+            LEFT_OUT: values_of(self.truth(replace(inputs, tensors=fewer))),
+            ONE_OFF: values_of(self._turned(inputs, _products(inputs), chunks_on=1)),
+        }
+        coarse = []
+        for i, head, fetched, _ in _fetched(inputs):
+            factors = inputs.tensors[i][Address.COEFF][fetched.chunk_M], inputs.tensors[i][Address.BASIS][head].mT
+            fault, products_MLD = coarse_product(*factors, inputs.dtype)
+            coarse.append(Bounded.exact(products_MLD))
+        if coarse:
+            found[fault] = values_of(self._turned(inputs, coarse))
+        return found
+
+    def _turned(self, inputs: KeyInputs, products: list[Bounded], chunks_on: int = 0) -> dict[str, Bounded]:
+        """The slots with these keys without their mean, turned as if they stood some chunks further on."""
+        found = {f"k of row {i}": Bounded.exact(held[Address.K]) for i, held in enumerate(inputs.tensors)}
+        for (i, head, fetched, slots_ML), products_MLD in zip(_fetched(inputs), products, strict=True):
+            held = inputs.tensors[i]
+            rows_ML = held[Address.ROPE_ROWS][_positions(inputs, fetched.chunk_M)]
+            cos, sin = cos_sin(_positions(inputs, fetched.chunk_M + chunks_on), rows_ML, inputs.rope)
+            k_MLD = turned(products_MLD + Bounded.exact(held[Address.MEAN][head]), cos, sin, inputs.rope.interleaved)
+            found[f"k of row {i}"].put((head, slots_ML), k_MLD.rounded(inputs.dtype))
+        return found
 
     def traffic(self, case: KeyCase, dtype: torch.dtype) -> Traffic:
         sizes, fetched = case.sizes, case.fetched()
@@ -155,3 +150,25 @@ class RebuildKeys(Op[KeyCase, KeyInputs]):
         moved = chunks * sizes.chunk_tokens * (sizes.rank + sizes.head_dim) + bases * sizes.head_dim * sizes.rank
         flops = 2 * chunks * sizes.chunk_tokens * sizes.rank * sizes.head_dim
         return Traffic(device_bytes=moved * dtype.itemsize, flops=flops)
+
+
+def _fetched(inputs: KeyInputs) -> Iterator[tuple[int, int, Fetched, Tensor]]:
+    """Every fetch list: its row, its KV head, itself, and its token slots [M, L]."""
+    for i, (spec, row) in enumerate(zip(inputs.case.specs, inputs.lists, strict=True)):
+        for head, fetched in enumerate(row):
+            yield i, head, fetched, slots_of(spec, inputs.case.sizes, fetched)
+
+
+def _positions(inputs: KeyInputs, chunk_M: Tensor) -> Tensor:
+    """Of the chunks' tokens, [M, L]."""
+    size = inputs.case.sizes.chunk_tokens
+    return chunk_M[:, None] * size + torch.arange(size, device=chunk_M.device)
+
+
+def _products(inputs: KeyInputs) -> list[Bounded]:
+    """Coefficients times basis [M, L, D] of every fetch list."""
+    found = []
+    for i, head, fetched, _ in _fetched(inputs):
+        coeff_MLR = Bounded.exact(inputs.tensors[i][Address.COEFF][fetched.chunk_M])
+        found.append(coeff_MLR @ Bounded.exact(inputs.tensors[i][Address.BASIS][head].mT))
+    return found

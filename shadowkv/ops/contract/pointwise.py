@@ -1,5 +1,6 @@
-"""Contracts of what stands between the matrix products: ``ops.triton.pointwise``."""
+"""Contracts of norms and gates between the matrix products: ``ops.triton.pointwise``."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,18 +10,34 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shadowkv.ops.contract.base import Op, Outputs, Traffic
-from shadowkv.ops.contract.rows import RowSpec, Sizes, make_rows
-from shadowkv.ops.rope import Rope
-from shadowkv.ops.rows import Fact, LayerRows
+from shadowkv.ops.contract.bounds import Bounded
+from shadowkv.ops.contract.faults import LEFT_OUT, NARROW_SUM, ONE_OFF, narrow_sum, values_of
 
 EPS = 1e-5
 
 
-def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """In float32 at least, rounded to x's dtype before the weight, as the models do it."""
-    wide = x if x.dtype == torch.float64 else x.float()
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """In float32, rounded to x's dtype before the weight, as the models do it."""
+    wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
     return weight * wide.to(x.dtype)
+
+
+def mean_square(x: Bounded) -> Bounded:
+    """Over the last axis, which is kept: a sum in float32."""
+    return (x * x).sum(-1, keepdim=True) / x.value.shape[-1]
+
+
+def normed(x: Bounded, weight: Tensor, dtype: torch.dtype, square: Bounded | None = None) -> Bounded:
+    """:func:`rms_norm` with the roundings that it has. ``square``: the mean square, where it is not that of x."""
+    square = mean_square(x) if square is None else square
+    scale = (square + EPS).function(torch.rsqrt)
+    return ((x * scale).rounded(dtype) * Bounded.exact(weight)).rounded(dtype)
+
+
+def noise(gen: torch.Generator, width: int) -> Tensor:
+    """Weights of a norm."""
+    return 1 + 0.1 * torch.randn(width, generator=gen)
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,7 @@ class AddNorm(Op[AddNormCase, AddNormInputs]):
             AddNormCase("first layer", 2, 576, adds=False),
             AddNormCase("sandwich", 4, 1000, norms_delta=True),
             AddNormCase("widest", 1, 16384, norms_delta=True),
+            AddNormCase("narrowest", 5, 40),
         ]
 
     def bench_cases(self) -> list[AddNormCase]:
@@ -56,11 +74,11 @@ class AddNorm(Op[AddNormCase, AddNormInputs]):
 
     def make(self, case: AddNormCase, device: torch.device, dtype: torch.dtype, seed: int = 0) -> AddNormInputs:
         gen = torch.Generator().manual_seed(seed)
-        made = {"hidden": torch.randn(case.batch, case.width, generator=gen), "weight": _noise(gen, case.width)}
+        made = {"hidden": torch.randn(case.batch, case.width, generator=gen), "weight": noise(gen, case.width)}
         if case.adds:
             made["delta"] = torch.randn(case.batch, case.width, generator=gen)
         if case.norms_delta:
-            made["delta_norm"] = _noise(gen, case.width)
+            made["delta_norm"] = noise(gen, case.width)
         return {name: tensor.to(device, dtype) for name, tensor in made.items()}
 
     def run(self, inputs: AddNormInputs) -> Outputs:
@@ -79,15 +97,42 @@ class AddNorm(Op[AddNormCase, AddNormInputs]):
         delta_BM, delta_norm_M = inputs.get("delta"), inputs.get("delta_norm")
         return partial(add_norm, hidden_BM, delta_BM, inputs["weight"], EPS, out_BM, delta_norm_M), out_BM
 
-    def reference(self, inputs: AddNormInputs, dtype: torch.dtype) -> Outputs:
-        cast = {name: tensor.to(dtype) for name, tensor in inputs.items()}
-        hidden_BM = cast["hidden"]
-        if "delta" in cast:
-            delta_BM = cast["delta"]
-            if "delta_norm" in cast:
-                delta_BM = _rms_norm(delta_BM, cast["delta_norm"])
+    def reference(self, inputs: AddNormInputs) -> Outputs:
+        hidden_BM = inputs["hidden"]
+        if "delta" in inputs:
+            delta_BM = inputs["delta"]
+            if "delta_norm" in inputs:
+                delta_BM = rms_norm(delta_BM, inputs["delta_norm"])
             hidden_BM = hidden_BM + delta_BM
-        return {"hidden": hidden_BM, "out": _rms_norm(hidden_BM, cast["weight"])}
+        return {"hidden": hidden_BM, "out": rms_norm(hidden_BM, inputs["weight"])}
+
+    def truth(self, inputs: AddNormInputs) -> dict[str, Bounded]:
+        """A sum that is stored rounded, and the norm of what is stored."""
+        hidden = self._sum(inputs)
+        return {"hidden": hidden, "out": normed(hidden, inputs["weight"], inputs["hidden"].dtype)}
+
+    def faults(self, inputs: AddNormInputs) -> dict[str, Outputs]:
+        truth, weight_M, dtype = self.truth(inputs), inputs["weight"], inputs["hidden"].dtype
+        hidden = truth["hidden"]
+        width = hidden.value.shape[1]
+        fewer = mean_square(hidden[:, 1:]) * ((width - 1) / width)
+        made = {
+            LEFT_OUT: normed(hidden, weight_M, dtype, fewer),
+            ONE_OFF: normed(hidden, weight_M.roll(1), dtype),
+        }
+        if dtype != torch.float32:
+            narrow = narrow_sum(hidden.value.square(), 1, dtype)[:, None] / width
+            made[NARROW_SUM] = normed(hidden, weight_M, dtype, Bounded.exact(narrow))
+        return {fault: values_of(truth | {"out": out}) for fault, out in made.items()}
+
+    def _sum(self, inputs: AddNormInputs) -> Bounded:
+        hidden, dtype = Bounded.exact(inputs["hidden"]), inputs["hidden"].dtype
+        if "delta" not in inputs:
+            return hidden
+        delta = Bounded.exact(inputs["delta"])
+        if "delta_norm" in inputs:
+            delta = normed(delta, inputs["delta_norm"], dtype)
+        return (hidden + delta).rounded(dtype)
 
     def traffic(self, case: AddNormCase, dtype: torch.dtype) -> Traffic:
         elements = case.batch * case.width
@@ -137,165 +182,46 @@ class Gate(Op[GateCase, tuple[GateCase, Tensor]]):
         out_BF = gate_up_BX.new_full((case.batch, case.width), torch.nan)
         return partial(gate, gate_up_BX, out_BF, case.activation), out_BF
 
-    def reference(self, inputs: tuple[GateCase, Tensor], dtype: torch.dtype) -> Outputs:
+    def reference(self, inputs: tuple[GateCase, Tensor]) -> Outputs:
         case, gate_up_BX = inputs
-        gated_BF, up_BF = gate_up_BX.to(dtype).chunk(2, dim=-1)
+        gated_BF, up_BF = gate_up_BX.chunk(2, dim=-1)
         if case.activation == "silu":
             return {"out": F.silu(gated_BF) * up_BF}
         how = "tanh" if case.activation == "gelu_pytorch_tanh" else "none"
         return {"out": F.gelu(gated_BF, approximate=how) * up_BF}
 
+    def truth(self, inputs: tuple[GateCase, Tensor]) -> dict[str, Bounded]:
+        """An activation in float32, rounded before it meets the other half, as the models do it."""
+        gated, up = (Bounded.exact(x) for x in inputs[1].chunk(2, dim=-1))
+        return self._gated(activated(gated, inputs[0].activation), up, inputs[1].dtype)
+
+    def faults(self, inputs: tuple[GateCase, Tensor]) -> dict[str, Outputs]:
+        case, gate_up_BX = inputs
+        dtype = gate_up_BX.dtype
+        gated, up = (Bounded.exact(x) for x in gate_up_BX.chunk(2, dim=-1))
+        right = activated(gated, case.activation)
+        made = {ONE_OFF: self._gated(right, up.moved(lambda x: x.roll(1, 1)), dtype)}
+        if case.activation == "silu":
+            ones = torch.ones_like(gated.value)
+            terms = torch.stack([ones, torch.exp(-gated.value)])
+            made[LEFT_OUT] = self._gated(Bounded.exact(gated.value / terms[1]), up, dtype)
+            if dtype != torch.float32:
+                narrow = Bounded.exact((gated.value / narrow_sum(terms, 0, dtype)).to(dtype))
+                made[NARROW_SUM] = self._gated(narrow, up, dtype)
+        return {fault: values_of(out) for fault, out in made.items()}
+
+    def _gated(self, activated: Bounded, up: Bounded, dtype: torch.dtype) -> dict[str, Bounded]:
+        return {"out": (activated.rounded(dtype) * up).rounded(dtype)}
+
     def traffic(self, case: GateCase, dtype: torch.dtype) -> Traffic:
         return Traffic(3 * case.batch * case.width * dtype.itemsize, flops=6 * case.batch * case.width)
 
 
-@dataclass(frozen=True)
-class RopeAppendCase:
-    """Rows with a fused projection of G queries per KV head."""
-
-    label: str
-    sizes: Sizes
-    rows: tuple[RowSpec, ...]
-    rotary_dim: int
-    interleaved: bool = False
-    norms: bool = False
-
-
-@dataclass(frozen=True)
-class RopeAppendInputs:
-    """``tensors`` are the rows' own, by name; ``norms`` of queries and of keys, or none."""
-
-    case: RopeAppendCase
-    tensors: list[dict[str, Tensor]]
-    rows: LayerRows
-    qkv_BX: Tensor
-    cos_BF: Tensor
-    sin_BF: Tensor
-    norms: tuple[Tensor, Tensor] | None
-
-
-class RopeAppend(Op[RopeAppendCase, RopeAppendInputs]):
-    """Per-head norms, RoPE, and the new key and value into the cache."""
-
-    name = "rope_append"
-    source = "ops.rope.Rope.turn and models.decoder.Decoder._project"
-
-    def cases(self) -> list[RopeAppendCase]:
-        rows = (
-            RowSpec(chunks=5, outliers=1, resident=2, recent_tokens=3, window_slots=16),
-            RowSpec(chunks=0, outliers=0, resident=0, recent_tokens=0, window_slots=8),
-            RowSpec(chunks=0, outliers=0, resident=0, recent_tokens=9, window_slots=9),
-        )
-        return [
-            RopeAppendCase("whole head", Sizes(2, 3, 64, 8, 16), rows, 64),
-            RopeAppendCase("half of it, interleaved", Sizes(2, 1, 128, 8, 16), rows, 64, interleaved=True),
-            RopeAppendCase("normed heads", Sizes(1, 4, 96, 8, 16), rows, 96, norms=True),
-            RopeAppendCase("a quarter, normed", Sizes(1, 2, 80, 4, 16), rows, 20, norms=True),
-        ]
-
-    def bench_cases(self) -> list[RopeAppendCase]:
-        row = RowSpec(chunks=0, outliers=0, resident=0, recent_tokens=100, window_slots=128)
-        sizes = Sizes(kv_heads=8, group=4, head_dim=128, chunk_tokens=8, rank=160)
-        return [RopeAppendCase(f"{batch} rows", sizes, (row,) * batch, 128) for batch in (1, 14, 48)]
-
-    def make(self, case: RopeAppendCase, device: torch.device, dtype: torch.dtype, seed: int = 0) -> RopeAppendInputs:
-        tensors, rows = make_rows(list(case.rows), case.sizes, device, dtype, seed)
-        gen = torch.Generator().manual_seed(seed + 1)
-        sizes, batch = case.sizes, len(case.rows)
-        width = sizes.kv_heads * (sizes.group + 2) * sizes.head_dim
-        angles_BF = 100 * torch.rand(batch, case.rotary_dim // 2, generator=gen)
-        weights = [_noise(gen, sizes.head_dim).to(device, dtype) for _ in range(2)]
-        for i, row in enumerate(case.rows):
-            for name in ("K", "V"):
-                # Where nothing is written, nothing changes: compared as a whole, so without NaN.
-                tensors[i][name].nan_to_num_()
-                if not row.padding:
-                    tensors[i][name][:, int(rows.facts_BI[i, Fact.WRITE_SLOT])] = torch.nan
-        return RopeAppendInputs(
-            case,
-            tensors,
-            rows,
-            torch.randn(batch, width, generator=gen).to(device, dtype),
-            angles_BF.cos().to(device),
-            angles_BF.sin().to(device),
-            (weights[0], weights[1]) if case.norms else None,
-        )
-
-    def run(self, inputs: RopeAppendInputs) -> Outputs:
-        launch, q_BND = self._prepared(inputs)
-        launch()
-        return {"q": q_BND} | _caches(inputs)
-
-    def launch(self, inputs: RopeAppendInputs) -> Callable[[], object]:
-        return self._prepared(inputs)[0]
-
-    def _prepared(self, inputs: RopeAppendInputs) -> tuple[Callable[[], object], Tensor]:
-        from shadowkv.ops.triton.pointwise import rope_append
-
-        case, sizes = inputs.case, inputs.case.sizes
-        heads = sizes.kv_heads * sizes.group
-        q_BND = inputs.qkv_BX.new_full((len(case.rows), heads, sizes.head_dim), torch.nan)
-        q_norm_D, k_norm_D = inputs.norms or (None, None)
-        launch = partial(
-            rope_append,
-            inputs.rows,
-            inputs.qkv_BX,
-            inputs.cos_BF,
-            inputs.sin_BF,
-            sizes.kv_heads,
-            sizes.head_dim,
-            case.rotary_dim,
-            case.interleaved,
-            q_norm_D,
-            k_norm_D,
-            EPS,
-            q_BND,
-        )
-        return launch, q_BND
-
-    def reference(self, inputs: RopeAppendInputs, dtype: torch.dtype) -> Outputs:
-        case, sizes = inputs.case, inputs.case.sizes
-        kv_heads, heads, dim = sizes.kv_heads, sizes.kv_heads * sizes.group, sizes.head_dim
-        fused_BXD = inputs.qkv_BX.to(dtype).view(len(case.rows), -1, dim)
-        q_BND, k_BKD, v_BKD = torch.split(fused_BXD, [heads, kv_heads, kv_heads], dim=1)
-        if inputs.norms is not None:
-            q_BND, k_BKD = (_rms_norm(x, w.to(dtype)) for x, w in zip((q_BND, k_BKD), inputs.norms, strict=True))
-        q_BND, k_BKD = (_turn(x, inputs) for x in (q_BND, k_BKD))
-        caches = {name: held.to(dtype) for name, held in _caches(inputs).items()}
-        for i, slot in enumerate(inputs.rows.facts_BI[:, Fact.WRITE_SLOT].tolist()):
-            if slot >= 0:
-                caches[f"K.{i}"][:, slot], caches[f"V.{i}"][:, slot] = k_BKD[i], v_BKD[i]
-        return {"q": q_BND} | caches
-
-    def traffic(self, case: RopeAppendCase, dtype: torch.dtype) -> Traffic:
-        sizes, batch = case.sizes, len(case.rows)
-        elements = batch * sizes.kv_heads * (sizes.group + 2) * sizes.head_dim
-        return Traffic(2 * elements * dtype.itemsize + 4 * batch * case.rotary_dim, flops=3 * elements)
-
-
-def _turn(x_BXD: Tensor, inputs: RopeAppendInputs) -> Tensor:
-    """As the decoder does it; float64 in float64."""
-    case = inputs.case
-    cos_B1F, sin_B1F = inputs.cos_BF[:, None], inputs.sin_BF[:, None]
-    rope = Rope(_unused, int, rotary_dim=case.rotary_dim, interleaved=case.interleaved)
-    if x_BXD.dtype != torch.float64:
-        return rope.turn(x_BXD, cos_B1F, sin_B1F)
-    rotary_BXF, rest_BXF = x_BXD[..., : case.rotary_dim], x_BXD[..., case.rotary_dim :]
-    lead = rotary_BXF.shape[:-1]
-    pairs = rotary_BXF.reshape(*lead, -1, 2) if case.interleaved else rotary_BXF.reshape(*lead, 2, -1).mT
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.complex(cos_B1F, sin_B1F))
-    return torch.cat([(turned if case.interleaved else turned.mT).flatten(-2), rest_BXF], dim=-1)
-
-
-def _unused(length_tokens: int) -> tuple[Tensor, float]:
-    """Angles are given; nobody asks for frequencies."""
-    raise NotImplementedError
-
-
-def _caches(inputs: RopeAppendInputs) -> Outputs:
-    return {f"{name}.{i}": row[name] for i, row in enumerate(inputs.tensors) for name in ("K", "V")}
-
-
-def _noise(gen: torch.Generator, width: int) -> Tensor:
-    """Weights of a norm."""
-    return 1 + 0.1 * torch.randn(width, generator=gen)
+def activated(x: Bounded, activation: str) -> Bounded:
+    """In the form that does not cancel where x is negative; only gelu has none."""
+    if activation == "silu":
+        return x / ((-x).exp() + 1.0)
+    if activation == "gelu":
+        return x * 0.5 * ((x * math.sqrt(0.5)).function(torch.erf) + 1.0)
+    z = (x + x * x * x * 0.044715) * math.sqrt(2 / math.pi)
+    return x / ((z * -2.0).exp() + 1.0)

@@ -1,12 +1,14 @@
 """The contract of logits that are overwritten for benchmarks."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from shadowkv.ops.contract.base import Op, Outputs, Traffic
+from shadowkv.ops.contract.faults import LEFT_OUT, ONE_OFF
 from shadowkv.ops.rows import Fact
 from shadowkv.ops.sliding import OUT_OF_REACH, Circle, new_chunks, sliding_logits
 
@@ -70,7 +72,7 @@ class OverwriteLogits(Op[SlidingCase, SlidingInputs]):
         overwrite_logits(inputs.logits_BKGC, inputs.parts_BKGZ2, inputs.facts_BI, new)
         return {"logits": inputs.logits_BKGC, "parts": inputs.parts_BKGZ2}
 
-    def reference(self, inputs: SlidingInputs, dtype: torch.dtype) -> Outputs:
+    def reference(self, inputs: SlidingInputs) -> Outputs:
         case, logits_BKGC, parts_BKGZ2 = inputs.case, inputs.logits_BKGC, inputs.parts_BKGZ2
         new, circle = new_chunks(case.select, case.hit_rate), Circle.of(case.capacity)
         for row, chunks in enumerate(case.chunks):
@@ -83,6 +85,13 @@ class OverwriteLogits(Op[SlidingCase, SlidingInputs]):
             parts_BKGZ2[row, :, :, 0, 0], parts_BKGZ2[row, :, :, 0, 1] = OUT_OF_REACH, 1
             parts_BKGZ2[row, :, 0, 0, 0] = 0
         return {"logits": logits_BKGC, "parts": parts_BKGZ2}
+
+    def faults(self, inputs: SlidingInputs) -> dict[str, Outputs]:
+        case = inputs.case
+        fewer = replace(case, chunks=tuple(max(chunks - 1, 0) for chunks in case.chunks))
+        short = self.reference(replace(copy.deepcopy(inputs), case=fewer))
+        beside = self.reference(copy.deepcopy(inputs))
+        return {LEFT_OUT: short, ONE_OFF: beside | {"logits": beside["logits"].roll(1, 3)}}
 
     def traffic(self, case: SlidingCase, dtype: torch.dtype) -> Traffic:
         return Traffic(8 * sum(case.chunks) * case.kv_heads)

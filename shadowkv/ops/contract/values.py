@@ -1,11 +1,12 @@
 """The values of fetched chunks, from the host's memory into their slots."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shadowkv.ops.contract.base import Op, Outputs, Traffic
+from shadowkv.ops.contract.faults import LEFT_OUT, ONE_OFF
 from shadowkv.ops.contract.fetches import UNTOUCHED, FetchCase, Fetched, make_selection, make_tables, slots_of
 from shadowkv.ops.contract.rows import RowSpec, Sizes
 from shadowkv.ops.rows import Address, LayerRows, Selection
@@ -82,15 +83,23 @@ class FetchValues(Op[FetchCase, ValueInputs]):
         fetch_values(inputs.rows, inputs.selection, *shape, inputs.dtype, inputs.case.late)
         return {f"v of row {i}": v_KED for i, v_KED in enumerate(inputs.v_KED)}
 
-    def reference(self, inputs: ValueInputs, dtype: torch.dtype) -> Outputs:
+    def reference(self, inputs: ValueInputs) -> Outputs:
         outputs = {}
         for i, (spec, row) in enumerate(zip(inputs.case.specs, inputs.lists, strict=True)):
-            v_KED = inputs.v_KED[i].to(dtype)
+            v_KED = inputs.v_KED[i].clone()
             for head, fetched in enumerate(row):
-                v_MLD = inputs.values_KCLD[i][head, fetched.chunk_M.cpu()].to(v_KED.device, dtype)
+                v_MLD = inputs.values_KCLD[i][head, fetched.chunk_M.cpu()].to(v_KED.device)
                 v_KED[head, slots_of(spec, inputs.case.sizes, fetched)] = v_MLD
             outputs[f"v of row {i}"] = v_KED
         return outputs
+
+    def faults(self, inputs: ValueInputs) -> dict[str, Outputs]:
+        fewer = [[Fetched(fetched.chunk_M[1:], fetched.slot_M[1:]) for fetched in row] for row in inputs.lists]
+        beside = [values.roll(1, 1) for values in inputs.values_KCLD]
+        return {
+            LEFT_OUT: self.reference(replace(inputs, lists=fewer)),
+            ONE_OFF: self.reference(replace(inputs, values_KCLD=beside)),
+        }
 
     def traffic(self, case: FetchCase, dtype: torch.dtype) -> Traffic:
         chunk_bytes = case.sizes.chunk_tokens * case.sizes.head_dim * dtype.itemsize

@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from shadowkv.errors import ShapeError
-from shadowkv.ops.attention import dense_attention
-from shadowkv.ops.contract.attention import Attention, AttentionCase
+from shadowkv.ops.contract.attention import Attention, AttentionCase, attended
 from shadowkv.ops.contract.base import excess
+from shadowkv.ops.contract.bounds import Bounded
 from shadowkv.ops.contract.rows import RowSpec, Sizes
 from shadowkv.ops.rows import Address, Fact, LayerRows
 from shadowkv.ops.splits import PROGRAMS_PER_SM, SM_COUNT, attention_splits
 from shadowkv.ops.triton.attention import attend, attention_scratch
 from tests.conftest import DEVICE
+from tests.ops.truth import assert_within
 
 OP = Attention()
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -88,10 +89,8 @@ def test_slots_beyond_two_to_the_31_elements(device: torch.device) -> None:
     q_BND = torch.randn(1, 2, dim).to(device, torch.float16)
     out_BND = torch.full_like(q_BND, torch.nan)
     attend(rows, q_BND, kv_heads, 8, None, out_BND, scratch_for(q_BND, kv_heads, 1))
-    seen_KED = held_KED[:, -recent:].double()
-    truth_BND = dense_attention(q_BND[0, :, None].double(), seen_KED, seen_KED)[:, 0][None]
-    usual_BND = dense_attention(q_BND[0, :, None], held_KED[:, -recent:], held_KED[:, -recent:])[:, 0][None]
-    assert (out_BND - truth_BND).abs().max() <= 2 * (usual_BND - truth_BND).abs().max()
+    seen_SD = Bounded.exact(held_KED[0, -recent:])
+    assert_within(out_BND[0], attended(Bounded.exact(q_BND[0]), seen_SD, seen_SD, torch.float16))
 
 
 def test_large_scores_do_not_overflow(device: torch.device) -> None:

@@ -17,7 +17,7 @@ OP = Choose()
 
 
 def equal(got: ChooseInputs, expected: ChooseInputs) -> None:
-    ours, theirs = OP.run(got), OP.reference(expected, torch.float32)
+    ours, theirs = OP.run(got), OP.reference(expected)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
@@ -95,7 +95,7 @@ def test_nan_logits_touch_no_foreign_memory(device):
     case = ChooseCase((RowSpec(30, 2, 6, 9, 16, 6), RowSpec(30, 2, 6, 9, 16, 6)), kv_heads=1)
     got, expected = OP.make(case, device, torch.float32), OP.make(case, device, torch.float32)
     got.logits_BKGC[0], got.parts_BKGZ2[0] = torch.nan, torch.nan
-    ours, theirs = OP.run(got), OP.reference(expected, torch.float32)
+    ours, theirs = OP.run(got), OP.reference(expected)
     assert int(got.out.fetch_count_BK2[0].sum()) == 0
     for name in ("attend", "attend_count", "fetch_chunk", "fetch_slot", "fetch_count"):
         assert torch.equal(ours[name][1], theirs[name][1])

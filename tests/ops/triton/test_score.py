@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from shadowkv.ops.contract.base import excess
+from shadowkv.ops.contract.bounds import Bounded
 from shadowkv.ops.contract.rows import RowSpec, Sizes
 from shadowkv.ops.contract.score import Score, ScoreCase
-from shadowkv.ops.select import OUTLIER, chunk_scores
+from shadowkv.ops.select import OUTLIER
 from shadowkv.ops.splits import SCORE_SPLIT_CHUNKS as SPLIT
 from shadowkv.ops.splits import score_splits
 from shadowkv.ops.triton.score import score_landmarks
+from tests.ops.truth import assert_within, log_shares
 
 OP = Score()
 CASE = ScoreCase(Sizes(2, 4, 64, 4, 8), (RowSpec(600, 5, 4, 9, 16), RowSpec(70, 0, 4, 9, 16)), 8)
@@ -32,14 +34,20 @@ def test_truth(device, case, kind):
 def test_parts_make_the_softmax(device):
     """What is chosen by: logit minus the log-sum-exp of the parts, maximum over the group."""
     inputs = OP.make(CASE, device, torch.float32)
-    got = OP.run(inputs)
-    top, total = got["parts"].unbind(-1)
+    got, truth = OP.run(inputs), OP.truth(inputs)["parts"]
+    top, total = got["parts"].double().unbind(-1)
     lse = torch.logsumexp(top + total.log(), dim=-1)
-    scores = (got["logits"] - lse[..., None]).amax(2)
+    scores = (got["logits"].double() - lse[..., None]).amax(2)
+    # A logarithm moves by the share of the sum that is lost, and no more than with the worst of the parts.
+    lost = truth.error[..., 0] + truth.error[..., 1] / truth.value[..., 1].clamp_min(1)
     for row, spec in enumerate(CASE.rows):
         selectable = inputs.tensors[row]["SLOT_OF_CHUNK"][:, : spec.chunks] != OUTLIER
-        expected = chunk_scores(got["logits"][row, :, :, None, : spec.chunks], selectable)
-        torch.testing.assert_close(scores[row, :, : spec.chunks], expected)
+        logits = Bounded.exact(got["logits"][row, :, :, : spec.chunks])
+        expected = log_shares(logits, selectable)
+        limit = expected.error + lost[row].amax((1, 2))[:, None]
+        assert_within(
+            scores[row, :, : spec.chunks], Bounded(expected.value, limit).masked_fill(~selectable, -torch.inf)
+        )
 
 
 def test_strides(device):

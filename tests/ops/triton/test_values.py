@@ -35,7 +35,7 @@ def test_offsets_beyond_two_to_the_31(device):
     sizes = Sizes(1, 1, 256, 64, 8)
     chunks = (1 << 31) // (sizes.chunk_tokens * sizes.head_dim) + 2
     inputs = OP.make(FetchCase((RowSpec(2, 0, 1, 5, 24),), sizes, 1, full=True), device, torch.float16)
-    expected = OP.reference(inputs, torch.float16)
+    expected = OP.reference(inputs)
     far = torch.empty(1, chunks, sizes.chunk_tokens, sizes.head_dim, dtype=torch.float16, device=device)
     far[0, -1] = inputs.values_KCLD[0][0, inputs.lists[0][0].chunk_M[0].cpu()]
     inputs.rows.address_BX[0, Address.VALUES] = far.data_ptr()
