@@ -3,6 +3,7 @@
 #   make demo    the demo: full attention and ShadowKV side by side, on a CPU
 #   make test    lint, format, types, floors and tests
 #   make check   the same without the tests
+#   make sums    the tests under other ways of summing: threads, vector widths, code paths of the libraries
 #   make clean   remove the environment
 #
 # PYTHON chooses the interpreter. TORCH is what pip is asked for: PyPI's torch for Linux is the CUDA
@@ -18,7 +19,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install
 # One thread for each test process; there are as many processes as cores.
 TEST_PROCESSES ?= 2
 
-.PHONY: demo test check pytest clean
+# What decides in which order this machine's libraries (PyTorch, MKL, oneDNN, OpenBLAS, numpy) add numbers up, and whether
+# they fuse multiply and add. Each line is one run of the tests; what a machine does not have is left as it is.
+SUMS := \
+  "OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE" \
+  "ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OPENBLAS_CORETYPE=PRESCOTT NPY_DISABLE_CPU_FEATURES=X86_V3" \
+  "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX ONEDNN_MAX_CPU_ISA=AVX OPENBLAS_CORETYPE=SANDYBRIDGE"
+
+.PHONY: demo test check pytest sums clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -34,6 +42,12 @@ check: $(VENV)/.dev
 
 pytest: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
+
+sums: $(VENV)/.dev
+	@for way in $(SUMS); do \
+	    echo "$$way"; \
+	    env OMP_NUM_THREADS=1 $$way $(BIN)/python -m pytest -n $(TEST_PROCESSES) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV)
