@@ -36,6 +36,11 @@ def _lost(size: Tensor, share: float) -> Tensor:
     return torch.where(size.isfinite(), share * size, 0.0)
 
 
+def _lost_in_sums(terms: int) -> float:
+    """What a sum of so many terms may lose, as a share of the sum of their magnitudes."""
+    return terms * ACCUMULATOR / (1 - terms * ACCUMULATOR)
+
+
 @dataclass(frozen=True)
 class Bounded:
     """Exact values, and the most by which float32 may miss each. Both float64, of one shape."""
@@ -95,10 +100,8 @@ class Bounded:
     def rounded(self, dtype: torch.dtype) -> "Bounded":
         """After one rounding to a dtype."""
         info = torch.finfo(dtype)
-        return self._with(max(info.tiny * info.eps / 2, SMALLEST)).loosened(info.eps / 2)
-
-    def _with(self, error: float | Tensor) -> "Bounded":
-        return Bounded(self.value, self.error + error)
+        vanishes = max(info.tiny * info.eps / 2, SMALLEST)
+        return Bounded(self.value, self.error + vanishes).loosened(info.eps / 2)
 
     def __neg__(self) -> "Bounded":
         return Bounded(-self.value, self.error)
@@ -124,12 +127,12 @@ class Bounded:
     def __matmul__(self, other: "Bounded") -> "Bounded":
         """A matrix product whose K terms are added up in float32 in any order."""
         error = self.error @ other.size + self.value.abs() @ other.error
-        terms = self.value.shape[-1]
-        return Bounded(self.value @ other.value, error + terms * ACCUMULATOR * (self.size @ other.size))
+        lost = _lost_in_sums(self.value.shape[-1]) * (self.size @ other.size)
+        return Bounded(self.value @ other.value, error + lost)
 
     def sum(self, dim: int, *, keepdim: bool = False) -> "Bounded":
         """A sum in float32 in any order."""
-        lost = self.value.shape[dim] * ACCUMULATOR * self.size
+        lost = _lost_in_sums(self.value.shape[dim]) * self.size
         return Bounded(self.value.sum(dim, keepdim=keepdim), (self.error + lost).sum(dim, keepdim=keepdim))
 
     def amax(self, dim: int, *, keepdim: bool = False) -> "Bounded":
