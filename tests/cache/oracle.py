@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 
 from shadowkv.cache.base import Geometry
 from shadowkv.config import ShadowKVConfig
+from shadowkv.ops.contract.bounds import ACCUMULATOR, Bounded
 from shadowkv.ops.rope import Rope
+from tests import rounding
+from tests.rounding import ROTATION
 
 Array = NDArray[np.float64]
-EPS = float(np.finfo(np.float32).eps)
-COSINE_MARGIN = 32 * EPS
-"""Two cosines closer than this may be ordered either way by float32 sums."""
+EPS = ACCUMULATOR
+TURNED_BACK = 2 * ROTATION + EPS
+"""What keys may lose, as a share of their length, that were turned, stored and turned back."""
 GAP = 1e-2
 """With the first singular value left out this close to the last kept, the subspace is a matter of rounding."""
 ZERO = 1e-5
@@ -87,7 +90,12 @@ class Layer:
     v: list[Array] = field(default_factory=list)
     basis_XR: Array | None = None
     mean_X: Array | None = None
-    gap: float = np.inf
+    lost: float = 0.0
+    """How far keys before RoPE may be from those given, of all tokens together."""
+    length: float = 1.0
+    """Of the centred keys of all tokens together."""
+    tilt: float = 0.0
+    """What that may turn the directions kept by, as a sine."""
     energy: float = 1.0
     outliers: list[list[int]] = field(default_factory=list)  # by head
     slots: list[list[Slot]] = field(default_factory=list)  # by head
@@ -99,11 +107,11 @@ class Layer:
 
 @dataclass
 class Answer:
-    """Attention of one step. ``touched``: the chunks selected and resident afterwards, by head."""
+    """Attention of one step and how far rounding may put it. ``touched``: the chunks selected and resident
+    afterwards, by head."""
 
-    out_NTD: Array
+    out: Bounded
     sure: bool
-    tolerance: float
     touched: list[set[int]]
 
 
@@ -165,11 +173,13 @@ class Oracle:
             _, sigma, vh = np.linalg.svd(x - layer.mean_X, full_matrices=True)
             layer.basis_XR = vh[:rank].T
             sigma = np.concatenate([sigma, np.zeros(len(vh) - len(sigma))])
-            sigma /= max(sigma[0], 1e-30)
+            layer.lost, layer.length = TURNED_BACK * float(np.linalg.norm(x)), max(float(np.linalg.norm(sigma)), 1e-30)
+            largest = max(sigma[0], 1e-30)
+            sigma /= largest
             layer.energy = float((sigma[:rank] ** 2).sum() / max((sigma**2).sum(), 1e-30))
             if rank < len(vh) and sigma[rank - 1] > ZERO:
-                layer.gap = 1 - sigma[rank] / sigma[rank - 1]
-                layer.sure = bool(layer.gap > GAP)
+                layer.sure = bool(1 - sigma[rank] / sigma[rank - 1] > GAP)
+                layer.tilt = layer.lost / largest / max(sigma[rank - 1] - sigma[rank], 1e-30)  # Wedin's theorem
             # Directions beyond the tokens' span are anyone's choice: the tokens lie inside, later ones need not.
             layer.spans_prompt_only = rank < len(vh) and bool(sigma[rank - 1] <= ZERO)
             layer.slots = [[Slot() for _ in range(self.resident)] for _ in range(self.g.kv_heads)]
@@ -177,17 +187,23 @@ class Oracle:
 
     def worst_described(self, layer: Layer, head: int) -> list[int]:
         count = min(self.c.outlier_chunks, self.context)
-        cosines = []
+        cosines, off = [], []
         for chunk in range(self.context):
             keys = [layer.post[p][head] for p in self.members(chunk)]
             mean = sum(keys) / len(keys)
             cosines.append(min(k @ mean / np.linalg.norm(k) / np.linalg.norm(mean) for k in keys))
+            # Three sums of D products and two roots; the mean is a sum of L keys, which may cancel.
+            longest = max(np.linalg.norm(k) for k in keys) / np.linalg.norm(mean)
+            off.append((3 * self.g.head_dim + 8 + (len(keys) + 1) * longest) * EPS)
         sinks = list(range(min(self.c.sink_chunks, count)))
         rest = sorted(set(range(self.context)) - set(sinks), key=lambda c: cosines[c])
         wanted = count - len(sinks)
-        if 0 < wanted < len(rest) and cosines[rest[wanted]] - cosines[rest[wanted - 1]] < COSINE_MARGIN:
-            layer.sure = layer.order_sure = False
-        return sinks + rest[:wanted]
+        kept, left_out = rest[:wanted], rest[wanted:]
+        if kept and left_out:
+            highest, lowest = max(cosines[c] + off[c] for c in kept), min(cosines[c] - off[c] for c in left_out)
+            if highest >= lowest:
+                layer.sure = layer.order_sure = False
+        return sinks + kept
 
     def members(self, chunk: int) -> range:
         return range(chunk * self.c.chunk_tokens, (chunk + 1) * self.c.chunk_tokens)
@@ -197,31 +213,47 @@ class Oracle:
     def attend(self, index: int, q_NTD: Array) -> Answer:
         layer, group = self.layers[index], self.g.heads // self.g.kv_heads
         new = q_NTD.shape[1]
-        out, largest, touched = np.zeros_like(q_NTD), 0.0, []
+        out, allowed, touched = np.zeros_like(q_NTD), np.zeros_like(q_NTD), []
         layer.close_call = False
         for head in range(self.g.kv_heads):
             rows = range(head * group, (head + 1) * group)
-            far: list[tuple[Array, Array]] = []
+            far: list[tuple[Array, Array, float]] = []
             first_exact = 0
             if self.compressed:
                 chunks, hit = self.select(layer, head, q_NTD[rows])
                 touched.append(hit)
-                far = [(layer.post[p][head], layer.v[p][head]) for c in layer.outliers[head] for p in self.members(c)]
-                far += [(self.rebuilt(layer, head, p), layer.v[p][head]) for c in chunks for p in self.members(c)]
+                outliers = (p for c in layer.outliers[head] for p in self.members(c))
+                far = [(layer.post[p][head], layer.v[p][head], 0.0) for p in outliers]
+                for p in (p for c in chunks for p in self.members(c)):
+                    far.append((self.rebuilt(layer, head, p), layer.v[p][head], self.rebuilt_off(layer, p)))
                 first_exact = self.context * self.c.chunk_tokens
             for t in range(new):
                 last = self.tokens - new + t
-                near = [(layer.post[p][head], layer.v[p][head]) for p in range(first_exact, last + 1)]
-                keys, values = (np.stack(x) for x in zip(*far, *near, strict=True))
+                near = [(layer.post[p][head], layer.v[p][head], 0.0) for p in range(first_exact, last + 1)]
+                keys, values, off = (np.stack(x) for x in zip(*far, *near, strict=True))
+                seen = rounding.attention(
+                    *(torch.from_numpy(x).float() for x in (q_NTD[rows, t][:, None], keys[None], values[None])),
+                    torch.ones(1, 1, len(keys), dtype=torch.bool),
+                    torch.from_numpy(off + EPS * np.linalg.norm(keys, axis=1))[None],
+                )
+                allowed[rows, t] = seen.error[:, 0]
                 for n in rows:
                     logits = keys @ q_NTD[n, t] / np.sqrt(self.g.head_dim)
                     weights = np.exp(logits - logits.max())
                     out[n, t] = weights @ values / weights.sum()
-                    largest = max(largest, float(np.abs(logits).max()))
         sure = not self.compressed or (layer.sure and not layer.close_call)
-        # A float32 logit is off by eps times its size. Rounded keys turn the last direction kept towards the
-        # first left out, by eps over their gap times what a key has of them. A few of each add up.
-        return Answer(out, sure, 4 * EPS * (1 + largest) * (1 + 1 / layer.gap), touched)
+        return Answer(Bounded(torch.from_numpy(out), torch.from_numpy(allowed)), sure, touched)
+
+    def rebuilt_off(self, layer: Layer, position: int) -> float:
+        """How far rounding may put a rebuilt key, in length: sums of X and of R terms with an orthonormal basis, that
+        basis turned a little and rounded, keys that were turned back, and turned again."""
+        assert layer.basis_XR is not None
+        assert layer.mean_X is not None
+        width, rank = layer.basis_XR.shape
+        length = float(np.linalg.norm(layer.pre[position]) + np.linalg.norm(layer.mean_X))
+        stretch = self.rule.factor_of(self.row_keys[position])
+        share = (width + rank + 4) * rank**0.5 * EPS + 2 * layer.tilt + TURNED_BACK + ROTATION + 2 * EPS
+        return share * length * stretch
 
     def rebuilt(self, layer: Layer, head: int, position: int) -> Array:
         assert layer.basis_XR is not None
@@ -256,14 +288,19 @@ class Oracle:
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         scores = (weights / weights.sum(-1, keepdims=True)).sum(1).max(0)
         order = np.argsort(-scores, kind="stable")
-        best = scores[order]
-        gaps = (best[:-1] - best[1:])[:count] / best[:-1][:count]
-        close = gaps < 32 * EPS * (1 + np.abs(logits).max())
+        best = np.log(scores[order])
+        # A logit is a sum of D products with a mean of L keys. A share is off by what its logit is and by the mean of
+        # that; its logarithm, and those of sums over chunks and tokens, are rounded.
+        sizes = [np.mean([np.abs(layer.post[p][head]) for p in self.members(c)], axis=0) for c in candidates]
+        size = (np.abs(q_GTD) @ np.stack(sizes).T).max() / np.sqrt(self.g.head_dim)
+        off = 2 * (self.g.head_dim + self.c.chunk_tokens + 3) * EPS * size
+        off += (len(candidates) + q_GTD.shape[1] + 8) * EPS * (1 + np.abs(best).max())
+        close = (best[:-1] - best[1:])[:count] <= 2 * off
         stateful = self.c.attend == "resident" or self.c.fetch_cap_chunks is not None
         layer.order_sure &= not close.any()
         if stateful:
             layer.sure &= layer.order_sure  # which ones are fetched, and so what stays, hangs on the order
-        elif count <= len(gaps):
+        elif count <= len(close):
             layer.close_call |= bool(close[count - 1])
         return [candidates[i] for i in order]
 

@@ -20,10 +20,13 @@ from shadowkv.config import (
 )
 from shadowkv.errors import ConfigError
 from shadowkv.ops.attention import decode_attention
+from shadowkv.ops.contract.bounds import ACCUMULATOR, Bounded
 from shadowkv.ops.views import DenseView, SlotView
-from tests.cache.rules import Array, Told, attended, attention, best, reduce_scores
-from tests.cache.worlds import World, error, make_cache, rounding
+from tests.cache.rules import Array, CloseCallError, Told, attended, attention, best, log_scores
+from tests.cache.worlds import World, error, make_cache
 from tests.engine.tiny import tiny_decoder, tiny_engine, tiny_spec
+from tests.ops.truth import assert_within
+from tests.rounding import ROTATION
 
 PLAIN = {"budget_tokens": 12, "sink_tokens": 0, "recent_tokens": 0}
 WIDE = {"budget_tokens": 20, "sink_tokens": 5, "recent_tokens": 9, "query_block_tokens": 6}
@@ -95,39 +98,58 @@ class Rule:
             mean = members.mean(0)
             found.append(min(x @ mean / np.linalg.norm(x) / np.linalg.norm(mean) for x in members))
         found[: self.c.sink_units] = [-2.0] * self.c.sink_units
-        return sorted(np.argsort(found)[: self.c.outlier_chunks].tolist())
+        # A product of D terms of two vectors, each of which was divided by a length of D terms; the mean has L.
+        shortest = min(np.linalg.norm(keys[u * size : (u + 1) * size].mean(0)) for u in range(len(found)))
+        off = (2 * keys.shape[1] + 6 + (size + 1) * np.linalg.norm(keys, axis=1).max() / shortest) * ACCUMULATOR
+        return best(-np.array(found), list(range(len(found))), self.c.outlier_chunks, off)
 
     def choose(self, layer: int, head: int, q_GTD: Array, keys: Array, rest: list[int]) -> list[int]:
         c = self.c
         if isinstance(c, RandomConfig):
             tokens_B = torch.tensor([self.told.seq.tokens])
             drawn = draw(c.selection_seed, layer, tokens_B, 2, max(rest) + 1)[0, head].numpy()
-            return best(drawn[rest].astype(np.float64), rest, c.budget_units)
-        logits = self.logits(layer, head, q_GTD, keys, rest)
+            return best(drawn[rest].astype(np.float64), rest, c.budget_units, 0)
+        logits, off = self.logits(layer, head, q_GTD, keys, rest)
         if logits.shape[:2] == (1, 1):  # the papers' own case, one query and a key head of its own: no reduction
-            return best(logits[0, 0], rest, c.budget_units)
-        return best(reduce_scores(logits), rest, c.budget_units)
+            return best(logits[0, 0], rest, c.budget_units, off)
+        # A share is off by what its logit is and what their mean is; its logarithm, and those of sums, are rounded.
+        scores = log_scores(logits)
+        off = 2 * off + (len(rest) + logits.shape[1] + 8) * ACCUMULATOR * (1 + np.abs(scores).max())
+        return best(scores, rest, c.budget_units, off)
 
-    def logits(self, layer: int, head: int, q_GTD: Array, keys: Array, rest: list[int]) -> Array:
+    def logits(self, layer: int, head: int, q_GTD: Array, keys: Array, rest: list[int]) -> tuple[Array, float]:
+        """[G, T, C], and how far rounding may put each: sums of D products with keys, or with means or bounds of L."""
         c, size, dim = self.c, self.c.unit_tokens, keys.shape[1]
         q_GTD = q_GTD / np.sqrt(dim)
+        terms = 2 * dim + size + 6
         if isinstance(c, LokiConfig):
             known = keys[: self.began]
             _, vectors = np.linalg.eigh(np.cov(known.T))
-            first = vectors[:, ::-1][:, : c.score_dims or dim // 4]
-            keys, q_GTD = keys @ first, q_GTD @ first
+            kept = vectors[:, ::-1][:, : c.score_dims or dim // 4]
         if isinstance(c, InfiniGenConfig):
-            group, dim = len(q_GTD), keys.shape[1]
+            group = len(q_GTD)
             asked = self.told.q[layer][head * group : (head + 1) * group, -c.skew_queries :].double().cpu().numpy()
             _, _, turned = np.linalg.svd(asked.reshape(-1, dim))
-            weight = sum(np.abs(x @ turned.T).mean(0) for x in (asked.reshape(-1, dim), keys[: self.began]))
-            kept = turned[np.argsort(-weight)[: round(c.partial_ratio * dim)]].T
+            parts = (asked.reshape(-1, dim), keys[: self.began])
+            weight = sum(np.abs(x @ turned.T).mean(0) for x in parts)
+            # A mean over rows of sums of D terms.
+            off = sum((len(x) + dim + 4) * ACCUMULATOR * np.linalg.norm(x, axis=1).mean() for x in parts)
+            kept = turned[best(weight, list(range(dim)), round(c.partial_ratio * dim), off)].T
+        if isinstance(c, LokiConfig | InfiniGenConfig):
+            # Both vectors are turned first: R sums of D terms each, as long as the vector at most.
+            longest = np.linalg.norm(q_GTD, axis=-1).max() * np.linalg.norm(keys, axis=-1).max()
+            off = ((2 * dim + 4) * np.sqrt(kept.shape[1]) + kept.shape[1] + 2) * ACCUMULATOR * longest
             keys, q_GTD = keys @ kept, q_GTD @ kept
+        else:
+            off = terms * ACCUMULATOR * (np.abs(q_GTD) @ np.abs(keys).T).max()
         value = {QuestConfig: page_bound, OracleConfig: exact_mass, SelectionConfig: mean_key, LokiConfig: mean_key}
         value[InfiniGenConfig] = mean_key
-        return np.array(
-            [[[value[type(c)](q, keys[u * size : (u + 1) * size]) for u in rest] for q in queries] for queries in q_GTD]
-        )
+        found = [[[value[type(c)](q, keys[u * size : (u + 1) * size]) for u in rest] for q in qs] for qs in q_GTD]
+        if isinstance(c, QuestConfig):
+            off = terms * ACCUMULATOR * max(np.abs(q) @ np.abs(keys).max(0) for q in q_GTD.reshape(-1, dim))
+        if isinstance(c, OracleConfig):  # a logarithm of a sum of L exponentials
+            off += (size + 4) * ACCUMULATOR * (1 + np.abs(found).max())
+        return np.array(found), float(off)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -138,17 +160,22 @@ def test_attended_is_what_the_rule_gives(device, config: SelectiveConfig, prompt
         pytest.skip("so few queries leave most directions open")
     cache = make_cache(geometry_of(group), config, device)
     told = Told.prompt(cache, prompt, prompt + 80)
-    rule = Rule(told)
+    rule, close, compared = Rule(told), 0, 0
     for tokens in [1, 1, 4, 1, 3] + [1] * (40 if prompt == 3 else 6):
         rule.before_step()
         for layer, (q_NTD, view) in enumerate(told.step(tokens)):
             q_KGTD = told.ranking[layer].double().cpu().numpy().reshape(2, group, tokens, 16)
             total = told.seq.tokens
             everything = [list(range(total - tokens + t + 1)) for t in range(tokens)]
-            want = [rule.seen(layer, head, q_KGTD[head]) or everything for head in range(2)]
-            assert attended(view, tokens) == want
-            exact = attention(q_NTD, told.k[layer], told.v[layer], want)
-            assert error(decode_attention(q_NTD, view).cpu(), torch.from_numpy(exact)) < rounding(torch.float32)
+            seen = attended(view, tokens)
+            for head in range(2):
+                try:
+                    assert seen[head] == (rule.seen(layer, head, q_KGTD[head]) or everything)
+                    compared += 1
+                except CloseCallError:
+                    close += 1
+            assert_within(decode_attention(q_NTD, view), attention(q_NTD, told.k[layer], told.v[layer], seen))
+    assert close <= compared / 20
     assert isinstance(view, SlotView)
     assert cache.stats(told.seq).attention == "sparse"
 
@@ -159,7 +186,7 @@ def test_a_full_budget_is_full_attention(device, config: SelectiveConfig):
     world = World.start(cache, 90, 200)
     for tokens in [1, 5, 1, 3] + [1] * 20:
         for got, want in world.step(tokens):
-            assert error(got, want) < rounding(torch.float32)
+            assert_within(got, want)
     stats = cache.stats(world.seq)
     assert (stats.attention, stats.hits, stats.misses, stats.hit_rate) == ("exact", 0, 0, None)
     kept = {"bases"} if isinstance(config, InfiniGenConfig) else set()  # a longer copy may need what the prompt taught
@@ -203,30 +230,35 @@ def test_fetched_bytes_are_those_of_the_attended_values(device):
 
 def test_infinigen_foresees_truly_where_a_layer_adds_nothing(device):
     """The paper's claim: what enters a layer tells the next one's queries, the better the less the layer adds."""
-    still, moving = (foreseen_error(device, adds) for adds in (0.0, 1.0))
-    assert still < rounding(torch.float32)
+    (still, allowed), (moving, _) = (foreseen_error(device, adds) for adds in (0.0, 1.0))
+    assert still <= allowed
     assert moving > 0.1
 
 
-def foreseen_error(device, adds: float) -> float:
-    """How far foreseen queries are from a layer's own, where every layer adds so many times what it does."""
+def foreseen_error(device, adds: float) -> tuple[float, float]:
+    """How far foreseen queries are from a layer's own, where every layer adds so many times what it does; and how far
+    rounding may put them where it adds nothing."""
     decoder = tiny_decoder(device, spec=replace(tiny_spec(), layers=4))
     for weights in decoder.layers:
         weights.o.mul_(adds)
         weights.down.mul_(adds)
     cache = tiny_engine(InfiniGenConfig(**PLAIN), device, decoder=decoder).runner.cache
     seq, errors, ranking_queries = cache.open(100), list[float](), cache.ranking_queries
+    spec, allowed = decoder.spec, list[float]()
     decoder.prefill(torch.arange(1, 91, device=device), cache, seq)
 
     def watched(layer, q_BNTD):
         ranking_BNTD = ranking_queries(layer, q_BNTD)
         errors.append(error(ranking_BNTD, q_BNTD.double()))
+        # Twice a sum of as many products as the model is wide, with a normed state of that squared length, and a turn.
+        weights_length = decoder.layers[layer].qkv[: spec.q_rows].norm() * spec.hidden**0.5
+        allowed.append(2 * (spec.hidden * ACCUMULATOR * float(weights_length / q_BNTD.norm()) + ROTATION))
         return ranking_BNTD
 
     cache.ranking_queries = watched
     decoder.forward(torch.tensor([[5]], device=device), cache, [seq])
     assert len(errors) == 4
-    return max(errors)
+    return max(errors), max(allowed)
 
 
 def test_infinigen_finds_the_best_tokens_of_low_rank_queries(device):
@@ -254,6 +286,7 @@ def test_infinigen_finds_the_best_tokens_of_low_rank_queries(device):
 
 @pytest.mark.parametrize(("alpha", "least", "most"), [(0.1, 1, 3), (2.0, 4, 30), (50.0, 30, 30)])
 def test_infinigen_takes_as_many_as_score_within_a_margin_of_the_best(device, alpha: float, least: int, most: int):
+    torch.manual_seed(1)
     config = InfiniGenConfig(**{**PLAIN, "budget_tokens": 30}, skew_queries=7, alpha=alpha)
     cache = make_cache(geometry_of(1), config, device)
     assert cache.make_step(2, 100) is None
@@ -265,11 +298,13 @@ def test_infinigen_takes_as_many_as_score_within_a_margin_of_the_best(device, al
         _, (_, view) = told.step()
         rest, queries = list(range(told.seq.tokens - 1)), told.ranking[1].double().cpu().numpy()[:, None]
         keys = told.k[1].double().cpu().numpy()
-        logits = [rule.logits(1, head, queries[head], keys[head], rest)[0, 0] for head in range(2)]
+        found = [rule.logits(1, head, queries[head], keys[head], rest) for head in range(2)]
+        logits, off = [logits[0, 0] for logits, _ in found], max(off for _, off in found)
+        assert all(np.abs(x - x.max() + alpha).min() > 2 * off for x in logits), "a close call; take another seed"
         near = np.mean([(x > x.max() - alpha).sum() for x in logits])
         count = min(int(np.ceil(near)), 30)
         assert least <= count <= most
-        want = [[[*best(x, rest, count), told.seq.tokens - 1]] for x in logits]
+        want = [[[*best(x, rest, count, off), told.seq.tokens - 1]] for x in logits]
         assert attended(view, 1) == want
 
 
@@ -287,10 +322,15 @@ def test_quests_bound_is_above_every_key_of_its_page(device):
     tensors = {r.name: torch.empty(r.shape, dtype=r.dtype, device=device) for r in index.regions(geometry, 9)}
     index.write(1, tensors, 0, k_KCLD)
     bound_KGTC = index.logits(1, tensors, 9, q_NTD)
-    products = torch.einsum("kgtd,kcld->kgtcl", q_NTD.reshape(2, 3, 4, 16), k_KCLD) / 4
-    assert (bound_KGTC >= products.amax(-1) - 1e-5).all()
+    # Sums of twice as many products as a key is wide, half of which are 0 and lose nothing.
+    q_KQD = q_NTD.reshape(2, 12, 16)
+    products = (Bounded.exact(q_KQD) @ Bounded.exact(k_KCLD.flatten(1, 2).mT) * 0.25).moved(
+        lambda x: x.reshape(2, 3, 4, 9, 5)
+    )
+    largest = Bounded.exact(q_KQD.abs()) @ Bounded.exact(k_KCLD.abs().amax(2).mT) * 0.25
+    assert (bound_KGTC >= products.value.amax(-1) - largest.error.reshape(2, 3, 4, 9)).all()
     index.write(1, tensors, 0, k_KCLD[:, :, :1])
-    assert torch.allclose(index.logits(1, tensors, 9, q_NTD), products[..., 0], atol=1e-5)
+    assert_within(index.logits(1, tensors, 9, q_NTD), products[..., 0])
 
 
 def test_loki_finds_the_best_tokens_of_low_rank_keys(device):

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from shadowkv.ops.contract.bounds import Bounded
 from shadowkv.ops.select import chunk_scores, top_chunks
 
 pytest.importorskip("triton")
 
 from shadowkv.cache.selective_step import best_units, group_scores, sum_entries
+from tests.ops.truth import assert_within, log_sum_exp
 
 
 def test_the_best_units_are_those_of_the_plain_path_ties_included(device):
@@ -29,12 +31,20 @@ def test_shares_are_those_of_the_plain_path(device, entries: int):
     logits_BKGCE = (torch.randn(2, 2, 3, 24, entries, generator=gen) * 200).to(device)
     open_BKC = torch.rand(2, 2, 24, generator=gen).to(device) < 0.8
     open_BKC[1, :, 10:] = False
-    wanted_BKGC = logits_BKGCE.logsumexp(4)
+    exact_BKGCE = Bounded.exact(logits_BKGCE.clone())
+    units_BKGC = log_sum_exp(exact_BKGCE, 4)[..., 0] if entries > 1 else exact_BKGCE[..., 0]
+    plain_BKGC = logits_BKGCE.logsumexp(4)
     logits_BKGCE[1, ..., 10:, :] = torch.nan
     found_BKGC = logits_BKGCE[..., 0].clone()
     if entries > 1:
         sum_entries(logits_BKGCE, found_BKGC)
     got_BKC = group_scores(found_BKGC, open_BKC, torch.empty_like(found_BKGC))
     for row in range(2):
-        want_KC = chunk_scores(wanted_BKGC[row, :, :, None], open_BKC[row])
-        torch.testing.assert_close(got_BKC[row].masked_fill(~open_BKC[row], -torch.inf), want_KC)
+        plain_KC = chunk_scores(plain_BKGC[row, :, :, None], open_BKC[row])
+        for head in range(2):
+            those = open_BKC[row, head].nonzero().flatten()
+            units_GC = units_BKGC[row, head][:, those]
+            shifted_GC = units_GC - units_GC.amax(1, keepdim=True)
+            want_C = (shifted_GC - shifted_GC.exp().sum(1, keepdim=True).function(torch.log)).amax(0)
+            assert_within(got_BKC[row, head, those], want_C)
+            assert_within(plain_KC[head, those], want_C)

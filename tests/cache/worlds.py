@@ -10,8 +10,11 @@ from shadowkv.cache.base import Cache, CachedSequence, Geometry
 from shadowkv.cache.methods import METHODS
 from shadowkv.cache.shadowkv import ShadowSequence
 from shadowkv.config import CacheConfig
-from shadowkv.ops.attention import decode_attention, dense_attention
+from shadowkv.ops.attention import decode_attention
+from shadowkv.ops.contract.bounds import ACCUMULATOR, Bounded
 from shadowkv.ops.rope import Rope
+from shadowkv.ops.views import DenseView, View
+from tests.rounding import ROTATION, attention
 
 
 def make_rope(geometry: Geometry, device: torch.device, *, interleaved: bool = False, factor: float = 1.0) -> Rope:
@@ -71,9 +74,15 @@ class World:
             world.v.append(v)
         return world
 
-    def step(self, tokens: int = 1) -> list[tuple[Tensor, Tensor]]:
+    def step(self, tokens: int = 1) -> list[tuple[Tensor, Bounded]]:
         """Append random tokens: per layer, the cache's attention and the exact one's, [N, T, D]."""
         return step_together([self], tokens)[0]
+
+    def rebuilt_off(self, layer: int) -> Tensor | float:
+        """See :func:`rebuilt_off`; exact keys are not off."""
+        if not isinstance(self.seq, ShadowSequence) or not self.seq.compressed:
+            return 0.0
+        return rebuilt_off(self.seq, layer, self.k[layer])
 
 
 def last_queries(cache: Cache, prompt: int) -> Tensor | None:
@@ -84,12 +93,12 @@ def last_queries(cache: Cache, prompt: int) -> Tensor | None:
     return torch.randn(g.heads, wanted, g.head_dim, device=cache.device_arena.device, dtype=g.dtype)
 
 
-def step_together(worlds: list[World], tokens: int = 1) -> list[list[tuple[Tensor, Tensor]]]:
+def step_together(worlds: list[World], tokens: int = 1) -> list[list[tuple[Tensor, Bounded]]]:
     cache = worlds[0].cache
     g, device = cache.geometry, cache.device_arena.device
     seqs = [w.seq for w in worlds]
     cache.extend(seqs, tokens)
-    results: list[list[tuple[Tensor, Tensor]]] = [[] for _ in worlds]
+    results: list[list[tuple[Tensor, Bounded]]] = [[] for _ in worlds]
     for layer in range(g.layers):
         shape = (len(worlds), g.kv_heads, tokens, g.head_dim)
         k = torch.randn(shape, device=device, dtype=g.dtype)
@@ -101,7 +110,7 @@ def step_together(worlds: list[World], tokens: int = 1) -> list[list[tuple[Tenso
         for i, (world, view) in enumerate(zip(worlds, cache.view(layer, seqs, q), strict=True)):
             world.k[layer] = torch.cat([world.k[layer], k[i]], dim=1)
             world.v[layer] = torch.cat([world.v[layer], v[i]], dim=1)
-            exact = dense_attention(q[i].double(), world.k[layer].double(), world.v[layer].double())
+            exact = attention(q[i], world.k[layer], world.v[layer], keys_off_KS=world.rebuilt_off(layer))
             results[i].append((decode_attention(q[i], view), exact))
     return results
 
@@ -117,6 +126,24 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Relative error allowed to attention in a dtype: inputs, weights and outputs are each rounded once."""
-    return 8 * torch.finfo(dtype).eps
+def rebuilt_off(seq: ShadowSequence, layer: int, k_KSD: Tensor) -> Tensor:
+    """How far rounding may put keys that are rebuilt from coefficients, in length, [S].
+
+    A coefficient is a sum over all X numbers of a token's centred keys, a rebuilt number one over R coefficients. The
+    magnitudes of a basis's columns, which have length 1, are together at most sqrt(R) long; the basis is rounded
+    itself. Keys before RoPE are found by turning back. Keys, given and rebuilt, and coefficients are stored in the
+    cache's dtype.
+    """
+    basis_KDR, mean_KD = seq.tensors[f"basis.{layer}"], seq.tensors[f"mean.{layer}"]
+    width, rank = basis_KDR[..., 0].numel(), basis_KDR.shape[2]
+    length_S = k_KSD.double().norm(dim=(0, 2)) + mean_KD.double().norm()
+    return ((width + rank + 4) * rank**0.5 * ACCUMULATOR + 4 * ROTATION + 3 * torch.finfo(k_KSD.dtype).eps) * length_S
+
+
+def view_attention(q_NTD: Tensor, view: View, keys_off_KE: Tensor | float = 0.0) -> Bounded:
+    """Attention to what a view shows."""
+    if isinstance(view, DenseView):
+        return attention(q_NTD, view.k_KSD, view.v_KSD, keys_off_KS=keys_off_KE)
+    shown_KE = view.allowed_KTE.any(1)[..., None]  # what no query sees may be anything
+    k_KED, v_KED = (x.masked_fill(~shown_KE, 0) for x in (view.k_KED, view.v_KED))
+    return attention(q_NTD, k_KED, v_KED, view.allowed_KTE, keys_off_KE)

@@ -18,6 +18,7 @@ from shadowkv.diagnose.spectra import (
     top_basis,
     weight_shares,
 )
+from shadowkv.ops.contract.bounds import ACCUMULATOR, FUNCTION
 from shadowkv.ops.select import EMPTY
 
 WIDTH = 24
@@ -42,7 +43,9 @@ def test_the_rank_of_keys_of_low_rank(rank):
         assert rank_for(shares, energy) == math.ceil(energy * rank - 1e-6)
     relative = relative_singular_values(shares)
     assert relative[:rank].tolist() == pytest.approx([1] * rank)
-    assert float(relative[rank:].sum()) == pytest.approx(0, abs=1e-6)
+    # Energies are off by the roundings of sums over the tokens and of a decomposition of this width, in float64.
+    lost = (400 + WIDTH) * torch.finfo(torch.float64).eps * rank
+    assert (relative[rank:] <= lost**0.5).all()
 
 
 def test_a_mean_takes_a_direction_unless_it_is_subtracted():
@@ -109,10 +112,21 @@ def test_a_planted_outlier_is_found():
 SPLIT = Split(4, 1)
 
 
+def mass_lost(queries: torch.Tensor, keys: torch.Tensor) -> float:
+    """What float32 may lose of a share of the attention that is covered.
+
+    A weight is off by what its logit is, a sum of D products, by the mean of that, by two functions and by the sum of
+    all weights. Shares of chunks are summed twice, of those that are chosen and of all, which are taken from 1.
+    """
+    tokens, dim = keys.shape[1:]
+    size = float(queries.double().abs().flatten(0, 1).sum(1).max() * keys.abs().max()) / math.sqrt(dim)
+    return (2 * (dim + 2) * size + tokens + 2 * tokens) * ACCUMULATOR + 2 * FUNCTION
+
+
 def test_even_attention_is_covered_by_the_share_of_the_tokens():
     """No selection is better than chance where all keys are the same."""
     keys, queries = torch.ones(2, 400, 8), torch.randn(4, 5, 8)
-    chunks = context_chunks(400, 5, 4)
+    chunks, lost = context_chunks(400, 5, 4), mass_lost(queries, keys)
     by_landmarks, oracle = coverage(queries, keys, {SPLIT: [1, 10, 50]}, SPLIT)
     for covered in (by_landmarks[SPLIT], oracle):
         for position in range(5):
@@ -121,22 +135,21 @@ def test_even_attention_is_covered_by_the_share_of_the_tokens():
             expected = [(always + 4 * budget) / total for budget in (1, 10, 50)]
             found = covered.mass.reshape(2, 5, 2, 3)[:, position].reshape(4, 3)
             none = covered.always.reshape(2, 5, 2)[:, position].flatten()
-            torch.testing.assert_close(none, torch.tensor(always / total).expand(4), rtol=1e-5, atol=0)
-            torch.testing.assert_close(found, torch.tensor(expected).expand(4, 3), rtol=1e-5, atol=0)
-    assert by_landmarks[SPLIT].mean == pytest.approx(oracle.mean)
+            assert none.tolist() == pytest.approx([always / total] * 4, rel=0, abs=lost)
+            assert found.flatten().tolist() == pytest.approx(expected * 4, rel=0, abs=lost)
 
 
 def test_no_choice_covers_more_than_the_oracle_and_a_budget_of_all_covers_all():
     keys, queries = 2 * torch.randn(2, 400, 8), 2 * torch.randn(8, 6, 8)
-    budgets = [1, 4, 16, 400]
+    budgets, lost = [1, 4, 16, 400], mass_lost(queries, keys)
     by_landmarks, oracle = coverage(queries, keys, {SPLIT: budgets, Split(8, 3): budgets}, SPLIT)
     landmarks = by_landmarks[SPLIT]
     assert oracle.mass.shape == (8 * 6, 4)
-    assert all(best > found for best, found in zip(oracle.mean[:3], landmarks.mean[:3], strict=True))
+    assert all(best > found + 2 * lost for best, found in zip(oracle.mean[:3], landmarks.mean[:3], strict=True))
     for covered in (*by_landmarks.values(), oracle):
         assert covered.mean == sorted(covered.mean)
-        assert covered.mass[:, 3].tolist() == pytest.approx([1] * 48)
-        assert all(low <= mean for low, mean in zip(covered.low, covered.mean, strict=True))
+        assert covered.mass[:, 3].tolist() == pytest.approx([1] * 48, rel=0, abs=lost)
+        assert all(low < mean for low, mean in zip(covered.low[:3], covered.mean[:3], strict=True))
     # The oracle against every single chunk that a KV head could have chosen instead.
     logits = queries.reshape(2, 4, 6, 8) @ keys.mT[:, None] / math.sqrt(8)
     at, own = torch.arange(400), torch.arange(394, 400)
@@ -145,7 +158,7 @@ def test_no_choice_covers_more_than_the_oracle_and_a_budget_of_all_covers_all():
     mass = weights[..., : chunks * 4].reshape(2, 4, 6, chunks, 4).sum(-1)
     rest = 1 - mass.sum(-1)
     best = (rest[..., None] + mass).mean(1).amax(-1).mean()  # outliers count as choices here: a bound from above
-    assert oracle.mean[0] >= float(best) - 1e-6
+    assert oracle.mean[0] >= float(best) - 2 * lost
 
 
 def test_landmarks_find_a_chunk_whose_keys_point_along_the_query():
@@ -160,8 +173,9 @@ def test_positions_in_blocks_are_the_same(monkeypatch):
     whole, whole_oracle = coverage(queries, keys, {SPLIT: [3]}, SPLIT)
     monkeypatch.setattr("shadowkv.diagnose.coverage.BLOCK_NUMBERS", 2 * 2 * 300)
     parts, oracle = coverage(queries, keys, {SPLIT: [3]}, SPLIT)
-    assert parts[SPLIT].mean == pytest.approx(whole[SPLIT].mean)
-    assert oracle.mean == pytest.approx(whole_oracle.mean)
+    lost = 2 * mass_lost(queries, keys)
+    assert parts[SPLIT].mean == pytest.approx(whole[SPLIT].mean, rel=0, abs=lost)
+    assert oracle.mean == pytest.approx(whole_oracle.mean, rel=0, abs=lost)
 
 
 def steps(*chosen: list[int]) -> list[torch.Tensor]:

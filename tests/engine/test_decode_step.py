@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shadowkv.cache.arena import Arena
-from shadowkv.cache.base import Cache
+from shadowkv.cache.base import Cache, CachedSequence
 from shadowkv.cache.methods import method_of
 from shadowkv.cache.selective import SelectiveCache
 from shadowkv.cache.shadowkv import ShadowKVCache
@@ -29,6 +30,7 @@ from shadowkv.engine.runner import Runner
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.spec import ModelSpec, RopeSpec
 from tests.engine.tiny import prompt, tiny_decoder, tiny_spec
+from tests.rounding import allowance
 
 pytest.importorskip("triton")
 
@@ -101,8 +103,35 @@ def last_exact(cache: Cache[Any, Any]) -> int:
     return 65
 
 
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm())
+def order_of(step: int) -> list[int]:
+    """Rows come, go and change places."""
+    return [0, 1, 2] if step % 5 else [2, 0]
+
+
+def decoded(runner: Runner, seqs: list[CachedSequence], steps: int) -> Tensor:
+    """Logits of each row's steps, one below the other."""
+    made = []
+    for step in range(steps):
+        tokens = prompt(3, seed=step)
+        rows = [(seqs[i], tokens[i]) for i in order_of(step)]
+        for together in [rows] if runner.steps else [[row] for row in rows]:
+            made.append(runner.decode(*map(list, zip(*together, strict=True))).clone())
+    return torch.cat(made)
+
+
+def allowed_by_rounding(runner: Runner, seqs: list[CachedSequence], steps: int) -> float:
+    """Between two ways to the same sums, each as far from the exact ones as rounding may put it."""
+
+    def again() -> Tensor:
+        forks = [runner.cache.fork(seq, CAPACITY) for seq in seqs]
+        logits_XV = decoded(runner, forks, steps)
+        for fork in forks:
+            runner.cache.release(fork)
+        return logits_XV
+
+    allowed = 2 * allowance(again, draws=2)
+    assert allowed < 0.01, "a close call; take another seed"
+    return allowed
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -116,14 +145,9 @@ def test_every_row_decodes_as_in_plain_pytorch(name: str, rope: str, device: tor
     steps = 12 if isinstance(plain.cache, ShadowKVCache) else 8
     # Exact and staying so; exact until it is compressed; compressed.
     lengths = (7, last_exact(plain.cache) - steps // 2 + 1, 150)
-    mine = [plain.prefill(CAPACITY, prompt(n))[0] for n in lengths]
-    theirs = [batched.prefill(CAPACITY, prompt(n))[0] for n in lengths]
-    for step in range(steps):
-        order = [0, 1, 2] if step % 5 else [2, 0]  # rows come, go and change places
-        tokens = [prompt(3, seed=step)[i] for i in order]
-        want = torch.stack([plain.decode([mine[i]], [t])[0] for i, t in zip(order, tokens, strict=True)])
-        got = batched.decode([theirs[i] for i in order], tokens)
-        assert relative(got, want) < 1e-4, step
+    mine, theirs = ([runner.prefill(CAPACITY, prompt(n))[0] for n in lengths] for runner in (plain, batched))
+    allowed = allowed_by_rounding(plain, mine, steps)
+    assert (decoded(batched, theirs, steps) - decoded(plain, mine, steps)).abs().max() <= allowed
     for a, b in zip(mine, theirs, strict=True):
         left, right = plain.cache.stats(a), batched.cache.stats(b)
         assert (left.hits, left.misses, left.fetched_chunks) == (right.hits, right.misses, right.fetched_chunks)
@@ -134,16 +158,18 @@ def test_every_row_decodes_as_in_plain_pytorch(name: str, rope: str, device: tor
 @pytest.mark.parametrize("name", ["late", "selection", "loki", "streaming"])
 def test_a_turn_is_appended_between_steps(name: str, device: torch.device) -> None:
     decoder = tiny_decoder(device, spec=spec_of())
-    runners = [make_runner(METHODS[name], decoder, kernels=kernels) for kernels in (False, True)]
-    logits = []
-    for runner in runners:
+
+    def logits(*, kernels: bool) -> Tensor:
+        runner = make_runner(METHODS[name], decoder, kernels=kernels)
         seq, _ = runner.prefill(CAPACITY, prompt(150))
         runner.decode([seq], [3])
         runner.append(seq, prompt(9))
         copy = runner.cache.fork(seq, CAPACITY)
         runner.decode([seq], [4])
-        logits.append(torch.cat([runner.decode([copy], [5]).clone(), runner.decode([seq], [6]).clone()]))
-    assert relative(logits[1], logits[0]) < 1e-4
+        return torch.cat([runner.decode([copy], [5]).clone(), runner.decode([seq], [6]).clone()])
+
+    allowed = 2 * allowance(lambda: logits(kernels=False), draws=2)
+    assert (logits(kernels=True) - logits(kernels=False)).abs().max() <= allowed
 
 
 def test_batch_sizes_round_up_to_few() -> None:

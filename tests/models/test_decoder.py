@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from shadowkv.errors import CapacityError, ConfigError, RequestError
@@ -13,28 +14,36 @@ from shadowkv.models.layers import rms_norm
 from shadowkv.models.load import load_decoder, resolve_dtype
 from shadowkv.models.locate import locate
 from shadowkv.models.rope import build_rope
-from tests.models.tiny_models import all_logits, assert_as_exact, full_cache, in_float64, prompt_of, save, tiny_model
+from tests.models.tiny_models import (
+    all_logits,
+    assert_as_exact,
+    full_cache,
+    in_float64,
+    prompt_of,
+    rounding_of,
+    save,
+    tiny_model,
+)
+from tests.rounding import ROTATION, allowance
 
 LENGTHS = (37, 5, 64)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> tuple[Decoder, object]:
+def world(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> tuple[Decoder, PreTrainedModel]:
     directory = tmp_path_factory.mktemp("qwen3")
     model = tiny_model("qwen3", {"head_dim": 16})
     save(model, directory)
     return load_decoder(locate(directory), device=device, dtype=torch.float32), model.to(device)
 
 
-def _reference(model: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    ids = tokens[None].to(model.device)  # type: ignore[attr-defined]
+def _reference(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        theirs, truth = (m(ids).logits[0].cpu() for m in (model, in_float64(model)))  # type: ignore[operator,arg-type]
-    return theirs, truth
+        return in_float64(model)(tokens[None].to(model.device)).logits[0].cpu()
 
 
 @pytest.mark.parametrize("new", [1, 3])
-def test_rows_of_unequal_lengths_are_as_exact_as_alone(world: tuple[Decoder, object], new: int) -> None:
+def test_rows_of_unequal_lengths_are_as_exact_as_alone(world: tuple[Decoder, PreTrainedModel], new: int) -> None:
     decoder, model = world
     cache = full_cache(decoder)
     texts = [prompt_of(length + 2 * new, seed=length) for length in LENGTHS]
@@ -47,33 +56,33 @@ def test_rows_of_unequal_lengths_are_as_exact_as_alone(world: tuple[Decoder, obj
         logits_BTV = decoder.logits(decoder.forward(tokens_BT, cache, seqs)).cpu()
         assert logits_BTV.shape == (3, new, decoder.spec.vocab)
         for logits_TV, text, end in zip(logits_BTV, texts, ends, strict=True):
-            theirs, truth = _reference(model, text)
-            assert_as_exact(logits_TV, theirs[end : end + new], truth[end : end + new])
+            truth = _reference(model, text)[end : end + new]
+            assert_as_exact(logits_TV, truth, rounding_of(decoder, text[: end + new]))
 
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, 37, 4096])
-def test_slices_change_nothing(world: tuple[Decoder, object], slice_tokens: int) -> None:
+def test_slices_change_nothing(world: tuple[Decoder, PreTrainedModel], slice_tokens: int) -> None:
     decoder, model = world
     weights = {"embed": decoder.embed, "norm": decoder.norm, "head": decoder.head}
     for i, layer in enumerate(decoder.layers):
         weights |= {f"layers.{i}.{name}": t for name, t in vars(layer).items() if t is not None}
     sliced = Decoder(decoder.spec, weights, decoder.rope, slice_tokens=slice_tokens)
     prompt = prompt_of(37)
-    theirs, truth = _reference(model, prompt)
-    assert_as_exact(all_logits(sliced, prompt), theirs, truth)
+    truth, allowed = _reference(model, prompt), rounding_of(decoder, prompt)
+    assert_as_exact(all_logits(sliced, prompt), truth, allowed)
     cache = full_cache(sliced)
     last = sliced.logits(sliced.prefill(prompt, cache, cache.open(37))).cpu()
     assert last.shape == (1, sliced.spec.vocab)
-    assert_as_exact(last, theirs[-1:], truth[-1:])
+    assert_as_exact(last, truth[-1:], allowed)
 
 
-def test_a_prompt_of_one_token(world: tuple[Decoder, object]) -> None:
+def test_a_prompt_of_one_token(world: tuple[Decoder, PreTrainedModel]) -> None:
     decoder, model = world
-    theirs, truth = _reference(model, prompt_of(1))
-    assert_as_exact(all_logits(decoder, prompt_of(1)), theirs, truth)
+    truth, allowed = _reference(model, prompt_of(1)), rounding_of(decoder, prompt_of(1))
+    assert_as_exact(all_logits(decoder, prompt_of(1)), truth, allowed)
 
 
-def test_layers_and_positions_are_reported(world: tuple[Decoder, object]) -> None:
+def test_layers_and_positions_are_reported(world: tuple[Decoder, PreTrainedModel]) -> None:
     decoder, _ = world
     seen: list[tuple[int, int]] = []
     cache = full_cache(decoder)
@@ -102,7 +111,7 @@ class Observer:
 @pytest.mark.parametrize("length", [1, 2, 5, 37])
 @pytest.mark.parametrize("slice_tokens", [4, 4096])
 def test_a_cache_gets_the_last_queries_that_it_asks_for(
-    world: tuple[Decoder, object], length: int, slice_tokens: int, monkeypatch: pytest.MonkeyPatch
+    world: tuple[Decoder, PreTrainedModel], length: int, slice_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder, _ = world
     monkeypatch.setattr(decoder, "slice_tokens", slice_tokens)
@@ -111,18 +120,21 @@ def test_a_cache_gets_the_last_queries_that_it_asks_for(
     nothing = Observer(0)
     last = decoder.prefill(prompt_of(length), nothing, None)
     assert nothing.queries == [None, None]
+    # The same sums throughout, but queries turned by cos and sin of other blocks of positions.
+    allowed = allowance(lambda: decoder.prefill(prompt_of(length), Observer(0), None))
+    assert (whole[-1:] - last).abs().max() <= allowed
     for wanted in (1, 5, 100):
         observer = Observer(wanted)
-        assert torch.equal(decoder.prefill(prompt_of(length), observer, None), last)
+        assert (decoder.prefill(prompt_of(length), observer, None) - last).abs().max() <= allowed
         for got, want in zip(observer.queries, everything.queries, strict=True):
             assert got is not None
             assert want is not None
             assert got.shape[1] == min(wanted, length)
-            assert torch.equal(got, want[:, -wanted:])
-    assert torch.allclose(whole[-1:], last, atol=1e-4, rtol=1e-4)
+            off = (got - want[:, -wanted:]).norm(dim=-1)
+            assert (off <= 2 * ROTATION * got.norm(dim=-1)).all()
 
 
-def test_refusals(world: tuple[Decoder, object]) -> None:
+def test_refusals(world: tuple[Decoder, PreTrainedModel]) -> None:
     decoder, _ = world
     cache = full_cache(decoder)
     seq = cache.open(4)
@@ -151,24 +163,16 @@ def test_norm_casts_where_transformers_does(dtype: torch.dtype, device: torch.de
 
 
 def test_low_precision_runs(tmp_path: Path, device: torch.device) -> None:
-    """bfloat16 against transformers' bfloat16, both against float64; the same bound as in float32.
-
-    Here transformers rounds cos and sin to bfloat16 and we do not, so the bound is easy; what it catches
-    is a cast in the wrong place.
-    """
-    model = tiny_model("llama", {})
+    """bfloat16 against float64 with the same weights."""
+    model = tiny_model("llama", {}).to(torch.bfloat16).float()
     save(model, tmp_path)
     decoder = load_decoder(locate(tmp_path), device=device, dtype=torch.bfloat16)
     assert decoder.dtype == torch.bfloat16
-    ours = all_logits(decoder, prompt_of(50))
-    _, truth = _reference(model.to(device), prompt_of(50))
-    with torch.no_grad():
-        theirs = model.to(torch.bfloat16)(prompt_of(50)[None].to(device)).logits[0].float().cpu()
-    our_error, their_error = ((x - truth).square().mean().sqrt() for x in (ours, theirs))
-    assert our_error <= 2 * their_error
+    truth, allowed = _reference(model.to(device), prompt_of(50)), rounding_of(decoder, prompt_of(50))
+    assert_as_exact(all_logits(decoder, prompt_of(50)), truth, allowed)
 
 
-def test_dtypes(world: tuple[Decoder, object]) -> None:
+def test_dtypes(world: tuple[Decoder, PreTrainedModel]) -> None:
     spec = world[0].spec
     assert resolve_dtype(spec, torch.device("cpu"), "auto") == torch.float32
     assert resolve_dtype(spec, torch.device("cuda"), "auto") == spec.dtype

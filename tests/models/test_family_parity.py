@@ -1,6 +1,5 @@
-"""Every family against transformers: logits of a prompt, logits and tokens of a greedy continuation."""
+"""Every family against transformers in float64: logits of a prompt, logits and tokens of a greedy continuation."""
 
-import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.models.tiny_models import (
     continue_with_transformers,
     in_float64,
     prompt_of,
+    rounding_of,
     save,
     tiny_model,
 )
@@ -50,6 +50,7 @@ class Case:
     prompts: tuple[int, ...] = (33,)
     new_tokens: int = 8
     sharded: bool = False
+    seed: int = 0
 
 
 def _heads(heads: int, kv_heads: int, head_dim: int, **more: object) -> dict[str, object]:
@@ -66,7 +67,7 @@ def _heads(heads: int, kv_heads: int, head_dim: int, **more: object) -> dict[str
 CASES = [
     Case("llama", "llama"),
     Case("llama sharded", "llama", sharded=True),
-    Case("llama tied", "llama", {"tie_word_embeddings": True}),
+    Case("llama tied", "llama", {"tie_word_embeddings": True}, seed=1),
     Case("llama biases", "llama", {"attention_bias": True, "mlp_bias": True}),
     Case("llama gelu", "llama", {"hidden_act": "gelu"}),
     Case("llama tanh gelu", "llama", {"hidden_act": "gelu_pytorch_tanh"}),
@@ -74,7 +75,7 @@ CASES = [
     Case("qwen2", "qwen2", sharded=True),
     Case("qwen2 tied", "qwen2", {"tie_word_embeddings": True}),
     Case("qwen3", "qwen3", {"head_dim": 16}),
-    Case("qwen3 biases", "qwen3", {"head_dim": 16, "attention_bias": True}),
+    Case("qwen3 biases", "qwen3", {"head_dim": 16, "attention_bias": True}, seed=1),
     Case("phi3", "phi3", sharded=True),
     Case("phi3 partial", "phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
     Case("glm", "glm", {"head_dim": 16}),
@@ -121,29 +122,27 @@ CASES = [
 
 def _check(model: PreTrainedModel, decoder: Decoder, case: Case) -> None:
     for tokens in case.prompts:
-        # Fresh models: transformers' dynamic RoPE remembers the longest sequence that it has seen.
-        theirs_model, truth_model = copy.deepcopy(model), in_float64(model)
+        truth_model = in_float64(model)  # a fresh one: transformers' dynamic RoPE remembers its longest sequence
         prompt = prompt_of(tokens)
-        ids = prompt[None].to(model.device)
         with torch.no_grad():
-            theirs, truth = (m(ids).logits[0].cpu() for m in (theirs_model, truth_model))
-        assert_as_exact(all_logits(decoder, prompt), theirs, truth)
+            truth = truth_model(prompt[None].to(model.device)).logits[0].cpu()
         # Where the switch of rows makes cached keys stale, transformers 5.17 drops the cache and then runs
         # the last token alone, without any context (later versions run the whole text, which is what
         # generating without a cache does in all of them).
         cached = not decoder.rope.recompute_on_switch
-        ours, theirs, truth = (
-            continue_with_decoder(decoder, prompt, case.new_tokens),
-            continue_with_transformers(theirs_model, prompt, case.new_tokens, use_cache=cached),
-            continue_with_transformers(truth_model, prompt, case.new_tokens, use_cache=cached),
-        )
-        assert ours.tokens == theirs.tokens == truth.tokens
-        assert_as_exact(ours.logits, theirs.logits, truth.logits)
+        known = continue_with_transformers(truth_model, prompt, case.new_tokens, use_cache=cached)
+        allowed = rounding_of(decoder, torch.cat([prompt, torch.tensor(known.tokens)]))
+        assert_as_exact(all_logits(decoder, prompt), truth, allowed)
+        first, second = known.logits.topk(2).values.unbind(1)
+        assert (first - second > 2 * allowed).all(), "a close call; take another seed"
+        ours = continue_with_decoder(decoder, prompt, case.new_tokens)
+        assert ours.tokens == known.tokens
+        assert_as_exact(ours.logits, known.logits, allowed)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_logits_and_greedy_tokens_equal_transformers(case: Case, tmp_path: Path, device: torch.device) -> None:
-    model = tiny_model(case.model_type, case.changes)
+    model = tiny_model(case.model_type, case.changes, case.seed)
     save(model, tmp_path, sharded=case.sharded)
     assert (tmp_path / "model.safetensors.index.json").exists() == case.sharded
     decoder = load_decoder(locate(tmp_path), device=device, dtype=torch.float32)

@@ -244,7 +244,8 @@ def test_frequency_divisors_of_llama_3_1(tmp_path: Path, device: torch.device) -
     decoder = load_decoder(locate(path), device=device, dtype=torch.float32)
     decoder.rope.row(1)
     cos, sin = decoder.rope.cos_sin(torch.ones(1, device=device), torch.zeros(1, device=device))
-    # Two roundings (the division here and the one in the model) of angles of at most one radian.
+    # Two roundings (the division here and the one in the model) of angles of at most one radian, and an ulp of a
+    # number below 1 in each of the two functions that are compared.
     for ours, theirs in ((cos, wanted.cos()), (sin, wanted.sin())):
         assert (ours[0].cpu() - theirs).abs().max() <= 2 * torch.finfo(torch.float32).eps
     header = tmp_path / "header.gguf"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from shadowkv.errors import CheckpointError, UnsupportedModelError
 from shadowkv.models.load import load_decoder, load_spec
 from shadowkv.models.locate import locate
-from tests.models.tiny_models import all_logits, assert_as_exact, in_float64, prompt_of, save, tiny_model
+from tests.models.tiny_models import all_logits, assert_as_exact, in_float64, prompt_of, rounding_of, save, tiny_model
 
 SPLIT = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
 FUSED = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
@@ -75,8 +75,9 @@ def test_merged_like_by_hand(
     model = model.to(device)
     ids = prompt_of(30)[None].to(device)
     with torch.no_grad():
-        theirs, truth = (m(ids).logits[0].cpu() for m in (model, in_float64(model)))
-    assert_as_exact(all_logits(decoder, prompt_of(30)), theirs, truth)
+        truth = in_float64(model)(ids).logits[0].cpu()
+    # A merged weight is rounded a few times, a product with it once for each of at least 64 terms.
+    assert_as_exact(all_logits(decoder, prompt_of(30)), truth, rounding_of(decoder, prompt_of(30)))
 
 
 @pytest.fixture
